@@ -1,0 +1,61 @@
+# `make demo` and `make test` do all set-up by themselves; either may be the first command run.
+#
+#   PYTHON=python3.12   the interpreter that the virtual environment is made from
+#   ARGS='--model vit'  passed on to the demo, pytest or the benchmarks
+
+PYTHON ?= python3
+TORCH  ?= 2.13.0
+ARGS   ?=
+
+VENV := .venv
+BIN  := $(VENV)/bin
+
+# Torch goes in first, by its exact version, so that no later step chooses another build of it.
+TORCH_STAMP := $(VENV)/.installed-torch-$(TORCH)
+DEMO_STAMP  := $(VENV)/.installed-demo
+DEV_STAMP   := $(VENV)/.installed-dev
+
+.PHONY: help demo test lint format bench clean
+
+help:
+	@echo "make demo    set up and run the demo"
+	@echo "make test    set up and run the whole test suite"
+	@echo "make lint    ruff check, ruff format --check, mypy"
+	@echo "make format  let ruff rewrite the source"
+	@echo "make bench   run the benchmarks"
+	@echo "make clean   remove the virtual environments and what the tools left"
+
+demo: $(DEMO_STAMP)
+	$(BIN)/python -m hops demo $(ARGS)
+
+test: $(DEV_STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(ARGS)
+
+lint: $(DEV_STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(DEV_STAMP)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(DEV_STAMP)
+	$(BIN)/python -m benchmarks $(ARGS)
+
+clean:
+	rm -rf $(VENV) .nox build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+
+$(TORCH_STAMP):
+	$(PYTHON) -m venv $(VENV)
+	rm -f $(VENV)/.installed-*
+	$(BIN)/python -m pip install torch==$(TORCH)
+	touch $@
+
+$(DEMO_STAMP): $(TORCH_STAMP) pyproject.toml
+	$(BIN)/python -m pip install -e '.[demo]'
+	touch $@
+
+$(DEV_STAMP): $(TORCH_STAMP) pyproject.toml
+	$(BIN)/python -m pip install -e '.[test,demo,dev]'
+	touch $@

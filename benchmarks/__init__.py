@@ -1,0 +1,1 @@
+"""Benchmarks of hops: `python -m benchmarks` prints medians and ratios. CI times nothing."""

@@ -1,0 +1,129 @@
+"""ProxyTorchDispatchMode: before dispatch, re-trace the bodies to ATen and write the node.
+
+After dispatch these rules are not reached by code that records gradients:
+the Autograd rules have run the bodies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from dispatch_rules import autograd
+from hops import autograd_function_apply as function_operator
+from hops import tag_activation_checkpoint as checkpoint_operator
+from hops._subgraph import emit, name_bodies_in_order
+from hops._torch import ProxyTorchDispatchMode, reenter_make_fx, set_grad_enabled_silently
+from hops.autograd_function_apply import CallForm
+from hops.tag_activation_checkpoint import CONTEXT_FN
+
+
+def autograd_function_apply(
+    mode: Any, fwd: Any, bwd: Any, *operands: Any, **options: Any
+) -> Any:
+    result = autograd.autograd_function_apply(fwd, bwd, *operands, **options)
+    if not mode.enable_tracing:
+        return result
+    form = CallForm(fwd, bwd, operands, options)
+    with set_grad_enabled_silently(False):
+        outputs, saved = form.forward(operands)
+    tracer = mode.tracer
+    num_outputs = len(outputs)
+    bodies = {
+        "fwd": _retrace(_flat_forward(form), operands, grad_mode=False),
+    }
+    gradients = [
+        torch.ones_like(v) if isinstance(v, torch.Tensor) else None for v in outputs
+    ]
+    for key, body in [("bwd", bwd), *_other_backwards(options)]:
+        absent = key.removeprefix("bwd").removeprefix("_without_").split("_")
+        given = [None if str(i) in absent else g for i, g in enumerate(gradients)]
+        bodies[key] = _retrace(
+            _flat_backward(form, body, len(operands)), (*given, *saved), grad_mode=True
+        )
+    nodes = {
+        key: _register(tracer, "fwd_body_" if key == "fwd" else "bwd_body_", body)
+        for key, body in bodies.items()
+    }
+    arguments = (nodes.pop("fwd"), nodes.pop("bwd"), *map(_argument(tracer), operands))
+    kept = {k: v for k, v in options.items() if k != "args_tensor_mask"}
+    keywords = {
+        "name": form.name,
+        "num_outputs": num_outputs,
+        "num_inputs": form.num_inputs,
+        "non_differentiable_idx": [],
+        "saved_for_backward_idx": [],
+        **kept,
+        **nodes,
+    }
+    visible = result if isinstance(result, tuple) else (result,)
+    emit(tracer, function_operator.autograd_function_apply, arguments, keywords, visible)
+    return result
+
+
+def _other_backwards(options: dict[str, Any]) -> list[tuple[str, Any]]:
+    return [(k, v) for k, v in options.items() if k.startswith("bwd_without_")]
+
+
+def _flat_forward(form: CallForm) -> Callable[..., Any]:
+    def forward(*operands: Any) -> tuple[Any, ...]:
+        outputs, saved = form.forward(operands)
+        return (*outputs, *saved)
+
+    return forward
+
+
+def _flat_backward(form: CallForm, body: Any, num_operands: int) -> Callable[..., Any]:
+    def backward(*values: Any) -> tuple[Any, ...]:
+        lead = (None,) if "args_tensor_mask" in form.options else ()
+        result = function_operator.run_body(body, (*lead, *values))
+        gradients = tuple(result) if isinstance(result, (tuple, list)) else (result,)
+        return (*gradients, *[None] * (num_operands - len(gradients)))
+
+    return backward
+
+
+def tag_activation_checkpoint(mode: Any, body: Any, *operands: Any, **options: Any) -> Any:
+    result = autograd.tag_activation_checkpoint(body, *operands, **options)
+    if not mode.enable_tracing:
+        return result
+    tracer = mode.tracer
+    traced = _retrace(lambda *v: function_operator.run_body(body, v), operands, grad_mode=True)
+    if CONTEXT_FN in body.meta:
+        traced.meta[CONTEXT_FN] = body.meta[CONTEXT_FN]
+    node = _register(tracer, "wrap_body_", traced)
+    arguments = (node, *map(_argument(tracer), operands))
+    visible = tuple(result) if isinstance(result, (tuple, list)) else (result,)
+    emit(
+        tracer, checkpoint_operator.tag_activation_checkpoint, arguments, dict(options), visible
+    )
+    return result
+
+
+def _retrace(
+    body: Callable[..., Any], arguments: Sequence[Any], grad_mode: bool
+) -> fx.GraphModule:
+    """Trace a body to ATen with the settings of the trace that runs."""
+    with set_grad_enabled_silently(grad_mode), fx.traceback.preserve_node_meta():
+        traced = reenter_make_fx(body)(*arguments)
+    name_bodies_in_order(traced)
+    return traced
+
+
+def _register(tracer: Any, prefix: str, body: fx.GraphModule) -> fx.Node:
+    name = tracer.get_fresh_qualname(prefix)
+    tracer.root.register_module(name, body)
+    return tracer.create_node("get_attr", name, (), {})
+
+
+def _argument(tracer: Any) -> Callable[[Any], Any]:
+    return lambda value: tracer.create_arg(tracer.unwrap_proxy(value))
+
+
+RULES = {
+    "autograd_function_apply": {ProxyTorchDispatchMode: autograd_function_apply},
+    "tag_activation_checkpoint": {ProxyTorchDispatchMode: tag_activation_checkpoint},
+}

@@ -1,0 +1,22 @@
+"""Capture PyTorch training graphs without losing what the user wrote.
+
+``import hops`` makes calls of ``torch.autograd.Function`` and regions of
+``torch.utils.checkpoint`` first-class operators of every pre-dispatch graph.
+"""
+
+from hops import _patches
+from hops._patches import install, uninstall
+from hops._version import __version__
+from hops.errors import CaptureError, HopsWarning, OperatorCallError, ReplayError
+
+__all__ = [
+    "CaptureError",
+    "HopsWarning",
+    "OperatorCallError",
+    "ReplayError",
+    "__version__",
+    "install",
+    "uninstall",
+]
+
+_patches.install()

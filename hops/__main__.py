@@ -1,0 +1,40 @@
+"""Command line: `python -m hops demo` and `python -m hops doctor`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the subcommand that `arguments` name; return the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m hops", description="torch-hops command line")
+    commands = parser.add_subparsers(dest="command", required=True)
+    commands.add_parser(
+        "demo", add_help=False, help="capture, compare, save, reload and train a real model"
+    )
+    commands.add_parser("doctor", help="tell what this torch has and which sites hops patches")
+    options, rest = parser.parse_known_args(arguments)
+    if options.command == "demo":
+        return _demo(rest)
+    if rest:
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    return _doctor()
+
+
+def _demo(arguments: Sequence[str]) -> int:
+    from hops import demo
+
+    return demo.main(arguments)
+
+
+def _doctor() -> int:
+    from hops import _patches
+
+    print(_patches.doctor())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

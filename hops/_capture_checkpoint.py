@@ -1,0 +1,158 @@
+"""From a call of ``torch.utils.checkpoint.checkpoint`` to ``tag_activation_checkpoint``.
+
+[Note: where a checkpoint is caught]
+``checkpoint`` may have been imported under any name before hops.  While a
+capture runs, the code object of the function itself is exchanged
+(``hops._patches``), so every alias leads to :func:`checkpoint_entered`; a
+thread that does not capture goes on to the original.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import fx
+
+from hops._subgraph import ClosedBody, Recording, add_output, close_body, emit, node_of, owner_of
+from hops._torch import (
+    CHECKPOINT_KEYWORDS,
+    SYMBOLIC_TYPES,
+    pre_dispatch_tracer,
+    set_grad_enabled_silently,
+    torch_checkpoint,
+)
+from hops.tag_activation_checkpoint import CONTEXT_FN, tag_activation_checkpoint
+
+_KEPT_OPTIONS = ("use_reentrant", "preserve_rng_state", "determinism_check", "debug", "early_stop")
+
+
+def checkpoint_entered(
+    original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Called in place of ``checkpoint`` while any thread captures.
+
+    Args:
+        original: ``checkpoint`` as torch wrote it.
+        args, kwargs: what the user called it with.
+    """
+    if pre_dispatch_tracer() is None:
+        return original(*args, **kwargs)
+    kwargs = dict(kwargs)
+    function = args[0] if args else kwargs.pop("function", None)
+    if function is None:
+        return original(*args, **kwargs)
+    options = {k: kwargs.pop(k) for k in CHECKPOINT_KEYWORDS if k in kwargs}
+    use_reentrant = _resolve_use_reentrant(original, options, kwargs)
+    return _capture_region(function, args[1:], kwargs, {**options, "use_reentrant": use_reentrant})
+
+
+def _resolve_use_reentrant(
+    original: Callable[..., Any], options: dict[str, Any], kwargs: dict[str, Any]
+) -> bool:
+    """Which implementation eager would take, after torch's own checks and warnings.
+
+    Where the answer is not written down, or the keywords may not go together,
+    a probe is checkpointed instead of the user's function: torch raises or
+    warns as it would, and grad mode inside tells the implementation.
+    """
+    asked = options.get("use_reentrant")
+    if asked is False or (asked and not kwargs and not options.get("debug")):
+        if not (asked and "context_fn" in options):
+            return bool(asked)
+    grad_modes: list[bool] = []
+
+    def probe(**ignored: Any) -> None:
+        grad_modes.append(torch.is_grad_enabled())
+
+    with torch._C.DisableTorchFunction(), set_grad_enabled_silently(True):
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="None of the inputs have requires_grad")
+            original(probe, **options, **kwargs)
+    return not grad_modes[0]
+
+
+def _capture_region(
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    options: dict[str, Any],
+) -> Any:
+    tensors = [a for a in pytree.tree_leaves(args) if isinstance(a, torch.Tensor)]
+    if options["use_reentrant"] and not any(t.requires_grad for t in tensors):
+        return _run_without_gradient(function, args, kwargs)
+    if not torch.is_grad_enabled():
+        return function(*args, **kwargs)
+    tracer = pre_dispatch_tracer()
+    region = Recording(tracer)
+    with region.active():
+        result = function(*args, **kwargs)
+    leaves, spec = pytree.tree_flatten(result)
+    region.lift_free_values()
+    if not any(isinstance(x, torch.Tensor) and x.requires_grad for x in leaves):
+        region.splice()
+        return result
+    _write(region, leaves, options)
+    return result
+
+
+def _run_without_gradient(
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    """A reentrant region with no input that requires grad: eager runs it in
+    no-grad mode, so that its parameters get no gradient, and warns."""
+    if torch.is_grad_enabled():
+        warnings.warn(
+            "None of the inputs have requires_grad=True. Gradients will be None",
+            stacklevel=5,
+        )
+        with torch.no_grad():
+            return function(*args, **kwargs)
+    return function(*args, **kwargs)
+
+
+def _write(region: Recording, leaves: list[Any], options: dict[str, Any]) -> None:
+    tracer = region.tracer
+    outputs: list[Any] = []
+    nodes: list[fx.Node] = []
+    for value in leaves:
+        if not isinstance(value, (torch.Tensor, *SYMBOLIC_TYPES)):
+            continue
+        if any(value is seen for seen in outputs):
+            continue
+        with region.active():
+            node = node_of(value, tracer)
+        if isinstance(node, fx.Node) and node.graph is region.graph:
+            if node.op not in ("placeholder", "get_attr"):
+                outputs.append(value)
+                nodes.append(node)
+    body = region.finish(tuple(nodes), "wrap_body_")
+    module = getattr(tracer.root, str(body.target))
+    context_fn = options.get("context_fn")
+    if context_fn is not None and context_fn is not torch_checkpoint.noop_context_fn:
+        module.meta[CONTEXT_FN] = context_fn
+    call = emit(
+        tracer,
+        tag_activation_checkpoint,
+        (body, *region.operands),
+        _node_options(options),
+        tuple(outputs),
+    )
+    close_body(tracer, region.graph, ClosedBody(call, functools.partial(_add_output, tracer)))
+
+
+def _node_options(options: dict[str, Any]) -> dict[str, Any]:
+    defaults = {**CHECKPOINT_KEYWORDS, "early_stop": CHECKPOINT_KEYWORDS.get("early_stop", True)}
+    return {name: options.get(name, defaults[name]) for name in _KEPT_OPTIONS}
+
+
+def _add_output(tracer: Any, call: fx.Node, inner: fx.Node) -> fx.Node:
+    """One more output of a captured region, for a value that left it on its own."""
+    body = getattr(owner_of(call, tracer), str(call.args[0].target))
+    return add_output(call, body, inner, len(call.meta["val"]))

@@ -1,0 +1,72 @@
+"""The ``ctx`` that a Function sees while it is captured."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.autograd.function import FunctionCtx
+
+_HIDDEN = ("_needs_input_grad", "_forward_cls", "_read")
+
+
+class RecordedContext(FunctionCtx):
+    """Stands for the context object of one call of ``Function.apply``.
+
+    It keeps what ``forward`` or ``setup_context`` says, gives it to the
+    ``backward`` that is traced from the same values, and is then copied onto
+    the real context, on which torch carries it out.  Saved tensors are handed
+    back as the very tensors that were saved, so that the graph shows which
+    value of the forward the backward uses.
+
+    Attributes set by the user stay what they are; whether ``needs_input_grad``
+    was looked at is kept in :attr:`read_needs_input_grad`.
+    """
+
+    to_save: tuple[torch.Tensor | None, ...]
+
+    def __init__(self, function: type, needs_input_grad: tuple[bool, ...]) -> None:
+        self._forward_cls = function
+        self._needs_input_grad = needs_input_grad
+        self._read = {"needs_input_grad": False}
+
+    @property
+    def needs_input_grad(self) -> tuple[bool, ...]:
+        self._read["needs_input_grad"] = True
+        return self._needs_input_grad
+
+    @property
+    def read_needs_input_grad(self) -> bool:
+        return self._read["needs_input_grad"]
+
+    @property
+    def saved_tensors(self) -> tuple[torch.Tensor | None, ...]:
+        return tuple(self.__dict__.get("to_save") or ())
+
+    @property
+    def saved_variables(self) -> tuple[torch.Tensor | None, ...]:
+        return self.saved_tensors
+
+    @property
+    def next_functions(self) -> tuple[Any, ...]:
+        return ()
+
+    def name(self) -> str:
+        return f"{self._forward_cls.__name__}Backward"
+
+    def said(self, what: str, default: Any) -> Any:
+        """What the user told the context: ``dirty_tensors``, ``materialize_grads``..."""
+        value = self.__dict__.get(what, default)
+        return default if value is None else value
+
+    def for_backward(self) -> RecordedContext:
+        """A context of the same state, so that a backward's own changes stay its own."""
+        other = RecordedContext(self._forward_cls, self._needs_input_grad)
+        other.__dict__.update(self.__dict__)
+        return other
+
+    def copy_to(self, ctx: Any) -> None:
+        """Say the same to the real context."""
+        for name, value in self.__dict__.items():
+            if name not in _HIDDEN:
+                setattr(ctx, name, value)

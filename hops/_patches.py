@@ -1,0 +1,247 @@
+"""The import-time patch: every site of torch that hops changes, in one table.
+
+:data:`SITES` lists what is patched for as long as hops is installed;
+:class:`capture_hooks` holds what is patched only while a pre-dispatch capture
+runs, so that eager training never meets it.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import threading
+import types
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from dispatch_rules import TABLE
+from hops import _capture_checkpoint, _capture_function
+from hops._subgraph import settle
+from hops._torch import (
+    proxy_tensor,
+    stock_autograd_function_apply,
+    stock_tag_activation_checkpoint,
+    torch_checkpoint,
+)
+from hops.autograd_function_apply import AutogradFunctionApply
+from hops.tag_activation_checkpoint import TagActivationCheckpoint
+
+_lock = threading.RLock()
+
+
+@dataclass
+class Site:
+    """One place of torch that is changed.
+
+    Attributes:
+        where: its name in torch.
+        why: the torch behaviour that forces the change.
+        install: makes the change, and gives the function that takes it back.
+    """
+
+    where: str
+    why: str
+    install: Callable[[], Callable[[], None]]
+
+
+def _operator(instance: Any, own_class: type) -> Callable[[], None]:
+    """Turn a stock operator into the project's, on the very same object.
+
+    Whoever holds the operator — Dynamo, a set of known operators inside torch,
+    a user — keeps holding the right one, and isinstance checks on the stock
+    class stay true.
+    """
+    stock = {
+        "__class__": instance.__class__,
+        "non_fallthrough_keys": instance.non_fallthrough_keys,
+        "_cacheable": instance._cacheable,
+    }
+    tables = ("py_kernels", "python_key_table", "functorch_table", "_dispatch_cache")
+    copies = {name: dict(getattr(instance, name)) for name in tables}
+    instance.__class__ = own_class
+    for key, rule in TABLE[instance.__name__].items():
+        if key == "functionalize":
+            instance.py_functionalize_impl(rule)
+        else:
+            instance.python_key_table.pop(key, None)
+            instance.py_kernels.pop(key, None)
+            instance.py_impl(key)(rule)
+    instance._dispatch_cache.clear()
+
+    def restore() -> None:
+        for name, value in stock.items():
+            setattr(instance, name, value)
+        for name, content in copies.items():
+            table = getattr(instance, name)
+            table.clear()
+            table.update(content)
+
+    return restore
+
+
+def _attribute(owner: Any, name: str, wrap: Callable[[Any], Any]) -> Callable[[], None]:
+    before = owner.__dict__[name]
+    setattr(owner, name, wrap(before))
+    return lambda: setattr(owner, name, before)
+
+
+def _with_capture_hooks(trace_inner: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(trace_inner)
+    def _trace_inner(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not self.pre_dispatch:
+            return trace_inner(self, *args, **kwargs)
+        with capture_hooks(), _settled_afterwards(self.fx_tracer):
+            return trace_inner(self, *args, **kwargs)
+
+    return _trace_inner
+
+
+@contextmanager
+def _settled_afterwards(tracer: Any) -> Iterator[None]:
+    """Between recording and the GraphModule, tie up the values that escaped from bodies."""
+    trace = tracer.trace
+
+    def trace_and_settle(*args: Any, **kwargs: Any) -> Any:
+        graph = trace(*args, **kwargs)
+        settle(graph, tracer)
+        return graph
+
+    tracer.trace = trace_and_settle
+    try:
+        yield
+    finally:
+        del tracer.trace
+
+
+class capture_hooks:
+    """The hooks by which user code is caught, in place while any thread captures.
+
+    - ``FunctionMeta.__getattribute__``: see [Note: where a Function is caught].
+    - the code object of ``torch.utils.checkpoint.checkpoint``: see
+      [Note: where a checkpoint is caught].
+    """
+
+    _active = 0
+
+    def __enter__(self) -> None:
+        with _lock:
+            capture_hooks._active += 1
+            if capture_hooks._active == 1:
+                _hook_function_meta()
+                _hook_checkpoint()
+
+    def __exit__(self, *exc_info: object) -> None:
+        with _lock:
+            capture_hooks._active -= 1
+            if capture_hooks._active == 0:
+                _unhook_function_meta()
+                _unhook_checkpoint()
+
+
+_FunctionMeta: Any = type(torch.autograd.Function)
+
+
+def _hook_function_meta() -> None:
+    answer = _capture_function.answer_lookup
+
+    def __getattribute__(cls: type, name: str) -> Any:
+        found = type.__getattribute__(cls, name)
+        if name == "forward" or name == "setup_context":
+            return answer(cls, name, found)
+        return found
+
+    _FunctionMeta.__getattribute__ = __getattribute__
+
+
+def _unhook_function_meta() -> None:
+    del _FunctionMeta.__getattribute__
+
+
+def _unwrapped_checkpoint() -> types.FunctionType:
+    function = torch_checkpoint.checkpoint
+    while hasattr(function, "__wrapped__"):
+        function = function.__wrapped__
+    return function
+
+
+_checkpoint = _unwrapped_checkpoint()
+_checkpoint_code = _checkpoint.__code__
+_original_checkpoint = types.FunctionType(
+    _checkpoint_code, _checkpoint.__globals__, "checkpoint", _checkpoint.__defaults__
+)
+_original_checkpoint.__kwdefaults__ = _checkpoint.__kwdefaults__
+
+
+def _hook_checkpoint() -> None:
+    def checkpoint(*args: Any, **kwargs: Any) -> Any:
+        from hops._patches import checkpoint_during_capture
+
+        return checkpoint_during_capture(args, kwargs)
+
+    _checkpoint.__code__ = checkpoint.__code__
+
+
+def _unhook_checkpoint() -> None:
+    _checkpoint.__code__ = _checkpoint_code
+
+
+def checkpoint_during_capture(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return _capture_checkpoint.checkpoint_entered(_original_checkpoint, args, kwargs)
+
+
+SITES = (
+    Site(
+        "torch.ops.higher_order.autograd_function_apply",
+        "stock has no dispatch rules, so no tracer keeps it, and makes a class per call",
+        lambda: _operator(stock_autograd_function_apply, AutogradFunctionApply),
+    ),
+    Site(
+        "torch.ops.higher_order.tag_activation_checkpoint",
+        "stock runs without checkpointing in eager (<= 2.9), draws another random mask in "
+        "recompute (2.13 on), and raises KeyError before dispatch for a plain region",
+        lambda: _operator(stock_tag_activation_checkpoint, TagActivationCheckpoint),
+    ),
+    Site(
+        "torch.fx.experimental.proxy_tensor._MakefxTracer._trace_inner",
+        "pre-dispatch tracing inlines Function.apply and checkpoint; the hooks that catch "
+        "them (FunctionMeta.__getattribute__, checkpoint.__code__) act during a trace only",
+        lambda: _attribute(proxy_tensor._MakefxTracer, "_trace_inner", _with_capture_hooks),
+    ),
+)
+
+_restore: list[Callable[[], None]] = []
+
+
+def install() -> None:
+    """Patch torch.  Doing it twice is doing it once.
+
+    With ``HOPS_DISABLE=1`` in the environment nothing is patched.
+    """
+    with _lock:
+        if _restore or os.environ.get("HOPS_DISABLE") == "1":
+            return
+        for site in SITES:
+            _restore.append(site.install())
+
+
+def uninstall() -> None:
+    """Give torch back everything that :func:`install` changed."""
+    with _lock:
+        while _restore:
+            _restore.pop()()
+
+
+def installed() -> bool:
+    return bool(_restore)
+
+
+def doctor() -> str:
+    """A table of the patched sites, for people."""
+    lines = [f"torch {torch.__version__}   hops {'installed' if installed() else 'not installed'}"]
+    for site in SITES:
+        lines += [f"  {site.where}", f"      {site.why}"]
+    return "\n".join(lines)

@@ -1,0 +1,338 @@
+"""Recording part of a running pre-dispatch trace into a body of its own.
+
+[Note: recording by changing the tracer's graph]
+While a tracer records, each tensor knows its node.  To give a region of user
+code a graph of its own it is enough to let the same tracer write into another
+``fx.Graph`` for a while: the region runs as it would anyway, on the very same
+tensors, whatever Python it is made of.  What crosses the border shows itself:
+
+- a node of the body whose argument lies in another graph uses a free value:
+  it becomes a placeholder of the body and an operand of the operator
+  (:meth:`Recording.lift`), be it an argument, a parameter, a buffer, a closure
+  or a global;
+- a node outside whose argument lies in a body that is closed uses a value that
+  escaped: the operator gets one more output for it (``ClosedBody.export``).
+
+The alternative, a nested ``make_fx`` as other operators use, sees only what is
+handed to it: closures turn into constants, and a context object with tensors
+somewhere inside cannot be handed over at all.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import fx
+
+from hops.errors import CaptureError
+from hops._torch import SymbolicValues, is_traceable_wrapper_subclass, track_tensor_tree
+
+_BODIES = "_hops_closed_bodies"
+
+
+def leaf_tensors(tensor: torch.Tensor, tracer: Any) -> list[torch.Tensor]:
+    """The tensors by which the tracer knows ``tensor``: itself, or the inner
+    tensors of a wrapper subclass."""
+    if tensor in tracer.tensor_tracker or not is_traceable_wrapper_subclass(tensor):
+        return [tensor]
+    attributes, _ = tensor.__tensor_flatten__()
+    return [
+        leaf
+        for attribute in attributes
+        for leaf in leaf_tensors(getattr(tensor, attribute), tracer)
+    ]
+
+
+def node_of(value: Any, tracer: Any) -> Any:
+    """The node of a tensor or symbolic number; a new ``get_attr`` node for a
+    tensor that the tracer does not know; a constant as it is."""
+    return tracer.create_arg(tracer.unwrap_proxy(value))
+
+
+class ClosedBody:
+    """A body whose operator has been written into the enclosing graph.
+
+    Args:
+        call: the operator's node, or None for a body that gives nothing out.
+        add_output: makes one more output of ``call`` for a node of the body,
+            and gives its node in the enclosing graph.
+    """
+
+    def __init__(
+        self,
+        call: fx.Node | None,
+        add_output: Callable[[fx.Node, fx.Node], fx.Node] | None = None,
+    ) -> None:
+        self.call = call
+        self._add_output = add_output
+        self._exported: dict[fx.Node, fx.Node] = {}
+
+    def publish(self, inner: fx.Node, outer: fx.Node) -> None:
+        """Note that ``outer`` in the enclosing graph stands for ``inner``."""
+        self._exported[inner] = outer
+
+    def export(self, inner: fx.Node) -> fx.Node:
+        """The node of the enclosing graph that stands for ``inner``."""
+        if inner not in self._exported:
+            if self.call is None or self._add_output is None:
+                raise CaptureError(
+                    f"hops: the value of node {inner.name!r} left the backward of an "
+                    "autograd.Function while it was being captured; a backward must "
+                    "hand out its results by returning them."
+                )
+            self._exported[inner] = self._add_output(self.call, inner)
+        return self._exported[inner]
+
+
+def _closed_bodies(tracer: Any) -> dict[fx.Graph, ClosedBody]:
+    bodies = getattr(tracer, _BODIES, None)
+    if bodies is None:
+        bodies = {}
+        setattr(tracer, _BODIES, bodies)
+    return bodies
+
+
+def close_body(tracer: Any, graph: fx.Graph, body: ClosedBody) -> None:
+    _closed_bodies(tracer)[graph] = body
+
+
+def surface(node: fx.Node, tracer: Any) -> fx.Node:
+    """Follow ``node`` out of the closed bodies that it lies in."""
+    bodies = _closed_bodies(tracer)
+    while node.graph in bodies:
+        node = bodies[node.graph].export(node)
+    return node
+
+
+def settle(graph: fx.Graph, tracer: Any) -> None:
+    """Replace every use of a value that escaped from a closed body of ``graph``."""
+    if not _closed_bodies(tracer):
+        return
+    for node in list(graph.nodes):
+        for source in node.all_input_nodes:
+            if source.graph is not graph:
+                node.replace_input_with(source, surface(source, tracer))
+
+
+class Recording:
+    """One body while it is being recorded.
+
+    Args:
+        tracer: the ``PythonKeyTracer`` whose pre-dispatch trace is running.
+    """
+
+    def __init__(self, tracer: Any) -> None:
+        self.tracer = tracer
+        self.graph = fx.Graph()
+        self.parent = tracer.graph
+        self.operands: list[fx.Node] = []
+        self._placeholder_of: dict[fx.Node, fx.Node] = {}
+        self._last_placeholder: fx.Node | None = None
+        self._attributes: dict[str, fx.Node] = {}
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """Let the tracer write into this body."""
+        before, symbols = self.tracer.graph, SymbolicValues(self.tracer)
+        self.tracer.graph = self.graph
+        try:
+            yield
+        finally:
+            self.tracer.graph = before
+            symbols.restore()
+
+    def add_placeholder(self, name: str, like: fx.Node | None = None) -> fx.Node:
+        """A new placeholder after those that there are."""
+        if self._last_placeholder is not None:
+            position = self.graph.inserting_after(self._last_placeholder)
+        else:
+            first = next(iter(self.graph.nodes), None)
+            position = self.graph.inserting_before(first)
+        with position:
+            placeholder = self.graph.placeholder(name)
+        if like is not None and "val" in like.meta:
+            placeholder.meta["val"] = like.meta["val"]
+        self._last_placeholder = placeholder
+        return placeholder
+
+    def add_operand(self, outer: fx.Node) -> fx.Node:
+        """One more operand, also where the same value is one already."""
+        placeholder = self.add_placeholder(outer.name, outer)
+        self.operands.append(outer)
+        self._placeholder_of.setdefault(outer, placeholder)
+        return placeholder
+
+    def lift(self, node: fx.Node) -> fx.Node:
+        """What stands for ``node`` inside this body."""
+        if node.graph is self.graph:
+            return self._own(node)
+        node = surface(node, self.tracer)
+        if node.graph is self.graph:
+            return node
+        if node not in self._placeholder_of:
+            self.add_operand(node)
+        return self._placeholder_of[node]
+
+    def _own(self, node: fx.Node) -> fx.Node:
+        if node.op != "get_attr" or self._is_body(node):
+            return node
+        return self.lift_attribute(str(node.target))
+
+    def lift_attribute(self, target: str) -> fx.Node:
+        """What stands for a tensor attribute of the root inside this body."""
+        if target not in self._attributes:
+            outer = self.tracer.create_node("get_attr", target, (), {})
+            self._attributes[target] = self.add_operand(outer)
+        return self._attributes[target]
+
+    def _is_body(self, node: fx.Node) -> bool:
+        attribute = getattr(self.tracer.root, str(node.target))
+        return isinstance(attribute, fx.GraphModule)
+
+    def lift_free_values(self) -> None:
+        """Make operands of all values from outside that this body uses.
+
+        Call it while the tracer records the enclosing graph: a tensor that is
+        an attribute of the root becomes an operand by a ``get_attr`` there.
+        """
+        for node in list(self.graph.nodes):
+            for source in node.all_input_nodes:
+                inner = self.lift(source)
+                if inner is not source:
+                    node.replace_input_with(source, inner)
+        for node in reversed(list(self.graph.nodes)):
+            if node.op == "get_attr" and not node.users:
+                self.graph.erase_node(node)
+            elif _is_size_of(node) and not node.users:
+                self.graph.erase_node(node)
+
+    def finish(self, outputs: tuple[Any, ...], prefix: str) -> fx.Node:
+        """Write the output, move nested bodies in, register the body on the
+        root of the trace, and give its ``get_attr`` node."""
+        self.graph.output(outputs)
+        root = self.tracer.root
+        nested = {}
+        for node in self.graph.nodes:
+            if node.op == "get_attr" and str(node.target) not in nested:
+                nested[str(node.target)] = getattr(root, str(node.target))
+        module = fx.GraphModule(dict(nested), self.graph)
+        for target in nested:
+            delattr(root, target)
+        name_bodies_in_order(module)
+        name = self.tracer.get_fresh_qualname(prefix)
+        root.register_module(name, module)
+        return self.tracer.create_node("get_attr", name, (), {})
+
+    def splice(self) -> None:
+        """Write the recorded nodes into the enclosing graph, with no operator."""
+        body = ClosedBody(None)
+        inner_of = {p: o for o, p in self._placeholder_of.items()}
+
+        def outer(node: fx.Node) -> fx.Node:
+            if node in inner_of:
+                return inner_of[node]
+            if node.graph is self.graph:
+                return body.export(node)
+            return surface(node, self.tracer)
+
+        for node in self.graph.nodes:
+            if node.op != "placeholder":
+                body.publish(node, self.parent.node_copy(node, outer))
+        for nested in _closed_bodies(self.tracer).values():
+            if nested.call is not None and nested.call.graph is self.graph:
+                nested.call = body.export(nested.call)
+        close_body(self.tracer, self.graph, body)
+
+
+def _is_size_of(node: fx.Node) -> bool:
+    return node.op == "call_function" and node.target in (
+        torch.ops.aten.sym_size.int,
+        torch.ops.aten.sym_stride.int,
+        torch.ops.aten.sym_numel.default,
+        torch.ops.aten.sym_storage_offset.default,
+    )
+
+
+def name_bodies_in_order(module: fx.GraphModule) -> None:
+    """Number the nested bodies of a body from 0, so that its text does not
+    depend on what was captured before it."""
+    counts: dict[str, int] = {}
+    renamed: dict[str, str] = {}
+    moved: dict[str, torch.nn.Module] = {}
+    for node in module.graph.nodes:
+        if node.op == "get_attr" and node.target not in renamed:
+            prefix = str(node.target).rstrip("0123456789")
+            renamed[node.target] = f"{prefix}{counts.setdefault(prefix, 0)}"
+            counts[prefix] += 1
+            moved[renamed[node.target]] = getattr(module, node.target)
+    for target in renamed:
+        delattr(module, target)
+    for target, attribute in moved.items():
+        module.register_module(target, attribute)
+    for node in module.graph.nodes:
+        if node.op == "get_attr":
+            node.target = renamed[node.target]
+    module.recompile()
+
+
+def emit(
+    tracer: Any,
+    target: Any,
+    arguments: tuple[Any, ...],
+    options: dict[str, Any],
+    outputs: tuple[Any, ...],
+) -> fx.Node:
+    """Write a call of an operator and tie its outputs to their values.
+
+    Args:
+        outputs: one entry a slot of the operator's output; a tensor or
+            symbolic number is from now on known by the slot's node, anything
+            else leaves its slot empty.
+    """
+    node = tracer.create_node("call_function", target, arguments, options)
+    proxy = fx.Proxy(node, tracer)
+    metadata: list[Any] = []
+    for position, value in enumerate(outputs):
+        if value is None:
+            metadata.append(None)
+            continue
+        slot = proxy[position]
+        track_tensor_tree(value, slot, constant=None, tracer=tracer)
+        metadata.append(slot.node.meta["val"])
+    node.meta["val"] = tuple(metadata)
+    return node
+
+
+def owner_of(node: fx.Node, tracer: Any) -> torch.nn.Module:
+    """The module whose graph ``node`` lies in."""
+    owner = node.graph.owning_module
+    return tracer.root if owner is None else owner
+
+
+def add_output(
+    node: fx.Node, body: fx.GraphModule, inner: fx.Node, position: int
+) -> fx.Node:
+    """Give a call of an operator one more output, at ``position`` of its body's
+    output tuple, and return the node of it in the enclosing graph.
+
+    Slots of the node from ``position`` on move up by one.
+    """
+    (output,) = body.graph.find_nodes(op="output")
+    values = list(output.args[0])
+    values.insert(position, inner)
+    output.args = (tuple(values),)
+    body.recompile()
+    vals = list(node.meta["val"])
+    vals.insert(position, inner.meta.get("val"))
+    node.meta["val"] = tuple(vals)
+    with node.graph.inserting_after(node):
+        getitem = node.graph.call_function(operator.getitem, (node, position))
+    getitem.meta.update(
+        {k: node.meta[k] for k in ("nn_module_stack", "stack_trace") if k in node.meta}
+    )
+    getitem.meta["val"] = inner.meta.get("val")
+    return getitem

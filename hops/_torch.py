@@ -1,0 +1,217 @@
+"""The one module that knows torch versions.
+
+Everything that differs between torch 2.6 and the newest release is found out
+here, by probing for the capability rather than by comparing version numbers,
+and offered to the rest of the code under one name.  Names that are private to
+torch and that more than one module needs are also imported here, so that a
+torch that moves one of them is mended in one place.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+import torch.utils.checkpoint as torch_checkpoint
+from torch._C import DispatchKey
+from torch._functorch import autograd_function as stock_autograd_function
+from torch._higher_order_ops import wrap as stock_wrap
+from torch._higher_order_ops.utils import reenter_make_fx
+from torch._ops import HigherOrderOperator
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.fx.experimental import proxy_tensor
+from torch.fx.experimental.proxy_tensor import (
+    ProxyTorchDispatchMode,
+    disable_proxy_modes_tracing,
+    get_proxy_mode,
+    track_tensor_tree,
+)
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+__all__ = [
+    "CHECKPOINT_KEYWORDS",
+    "DispatchKey",
+    "FakeTensor",
+    "FakeTensorMode",
+    "FunctionalTensor",
+    "HigherOrderOperator",
+    "ProxyTorchDispatchMode",
+    "StockAutogradFunctionApply",
+    "StockTagActivationCheckpoint",
+    "SymbolicValues",
+    "compiler_is_tracing",
+    "disable_proxy_modes_tracing",
+    "get_proxy_mode",
+    "is_traceable_wrapper_subclass",
+    "mark_saved_without_version_check",
+    "non_strict_tracing",
+    "pre_dispatch_tracer",
+    "proxy_tensor",
+    "reenter_make_fx",
+    "selective_checkpoint_modes",
+    "set_grad_enabled_silently",
+    "stock_autograd_function_apply",
+    "stock_tag_activation_checkpoint",
+    "tag_for_partitioner",
+    "torch_checkpoint",
+    "track_tensor_tree",
+]
+
+StockAutogradFunctionApply = stock_autograd_function.AutogradFunctionApply
+StockTagActivationCheckpoint = stock_wrap.TagActivationCheckpoint
+stock_autograd_function_apply = stock_autograd_function.autograd_function_apply
+stock_tag_activation_checkpoint = stock_wrap.tag_activation_checkpoint
+
+SYMBOLIC_TYPES = (torch.SymInt, torch.SymFloat, torch.SymBool)
+
+#: Keyword arguments of ``torch.utils.checkpoint.checkpoint`` itself, with the
+#: default of each; everything else goes to the checkpointed function.
+#: ``early_stop`` came with torch 2.9, ``respect_saved_tensors_hooks`` with 2.14.
+CHECKPOINT_KEYWORDS: dict[str, Any] = {
+    name: parameter.default
+    for name, parameter in inspect.signature(
+        inspect.unwrap(torch_checkpoint.checkpoint)
+    ).parameters.items()
+    if parameter.kind is inspect.Parameter.KEYWORD_ONLY
+}
+CHECKPOINT_KEYWORDS.setdefault("preserve_rng_state", True)
+
+#: The dispatch modes by which ``torch.utils.checkpoint`` carries out a
+#: selective policy: (forward, recompute).
+selective_checkpoint_modes = (
+    torch_checkpoint._CachingTorchDispatchMode,
+    torch_checkpoint._CachedTorchDispatchMode,
+)
+
+_non_strict_flag = getattr(torch.compiler, "_is_non_strict_tracing", None)
+
+
+def non_strict_tracing() -> bool:
+    """Whether ``torch.compiler._non_strict_tracing_context`` is active (2.13 on)."""
+    return bool(_non_strict_flag is not None and _non_strict_flag())
+
+
+def pre_dispatch_tracer() -> Any:
+    """The tracer that records this thread's operations before dispatch, or None."""
+    mode = get_proxy_mode()
+    if mode is None or not mode.pre_dispatch or not mode.enable_tracing:
+        return None
+    return None if non_strict_tracing() else mode.tracer
+
+
+def compiler_is_tracing() -> bool:
+    """Whether AOTAutograd (or a post-dispatch ``make_fx``) looks at this call.
+
+    True in both phases of AOTAutograd: while it collects metadata (a
+    functionalization mode is active) and while it records the joint graph.
+    """
+    if get_proxy_mode() is not None:
+        return True
+    key = torch._C._TorchDispatchModeKey.FUNCTIONAL
+    return torch._C._get_dispatch_mode(key) is not None
+
+
+class set_grad_enabled_silently:
+    """Set grad mode without a pre-dispatch tracer writing it into the graph.
+
+    ``torch.no_grad`` ends in ``torch._C._set_grad_enabled``, which
+    ``PreDispatchTorchFunctionMode`` records.  With torch functions disabled
+    the mode does not see the call.
+    """
+
+    def __init__(self, enabled: bool) -> None:
+        self.enabled = enabled
+
+    def __enter__(self) -> None:
+        self.before = torch.is_grad_enabled()
+        with torch._C.DisableTorchFunction():
+            torch._C._set_grad_enabled(self.enabled)
+
+    def __exit__(self, *exc_info: object) -> None:
+        with torch._C.DisableTorchFunction():
+            torch._C._set_grad_enabled(self.before)
+
+
+class SymbolicValues:
+    """What a tracer knows of symbolic sizes, kept while it records elsewhere.
+
+    A tracer caches the node of each symbolic expression, lazily: the node of
+    ``x.shape[0]`` is made on first use, in whichever graph is being recorded.
+    A node made while a body is recorded must not serve the enclosing graph, so
+    the caches go back to their state before the body; only values that the
+    body itself brought into being (unbacked symbols) stay.
+    """
+
+    def __init__(self, tracer: Any) -> None:
+        self._tracer = tracer
+        entries = tracer.symnode_tracker.sym_node_dict
+        self._entries = dict(entries)
+        self._expressions = dict(getattr(tracer, "sympy_expr_tracker", ()))
+        self._pending = [
+            (thunk, thunk.f)
+            for thunk in entries.values()
+            if getattr(thunk, "f", None) is not None
+        ]
+
+    def restore(self) -> None:
+        entries = self._tracer.symnode_tracker.sym_node_dict
+        born_inside = {
+            key: value
+            for key, value in entries.items()
+            if key not in self._entries and _is_unbacked(key)
+        }
+        entries.clear()
+        entries.update(self._entries)
+        entries.update(born_inside)
+        if hasattr(self._tracer, "sympy_expr_tracker"):
+            kept = {
+                symbol: value
+                for symbol, value in self._tracer.sympy_expr_tracker.items()
+                if symbol in self._expressions or free_unbacked_symbols(symbol)
+            }
+            self._tracer.sympy_expr_tracker.clear()
+            self._tracer.sympy_expr_tracker.update(kept)
+            self._tracer.sympy_expr_tracker.update(self._expressions)
+        for thunk, pending in self._pending:
+            if thunk.f is None:
+                thunk.f, thunk.r = pending, None
+
+
+def _is_unbacked(sym_node: Any) -> bool:
+    expression = getattr(sym_node, "expr", None)
+    return expression is not None and bool(free_unbacked_symbols(expression))
+
+
+_tag_implementation = getattr(stock_wrap, "tag_activation_checkpoint_impl", None)
+
+
+def tag_for_partitioner(body: Any, *operands: Any, **options: Any) -> Any:
+    """Run a checkpoint body under AOTAutograd, as stock torch does.
+
+    The nodes that it records carry ``recompute`` and ``ac_graph_id``; how
+    they get them changed in 2.10 (from tags on the body to a dispatch mode),
+    so this calls the installed torch's own code.
+    """
+    options = {k: v for k, v in options.items() if k in CHECKPOINT_KEYWORDS}
+    if _tag_implementation is not None:
+        return _tag_implementation(body, *operands, **options)
+    return _stock_tag_call(stock_tag_activation_checkpoint, body, *operands, **options)
+
+
+_get_proxies = getattr(proxy_tensor, "_get_proxies", None)
+
+
+def mark_saved_without_version_check(values: Any) -> None:
+    """Tell AOTAutograd that these values were kept on ``ctx``, not saved (2.10 on)."""
+    if _get_proxies is None or get_proxy_mode() is None:
+        return
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            for proxy in _get_proxies(value):
+                proxy.node.meta["saved_tensor_with_no_vc_check"] = True
+
+
+_stock_tag_call = StockTagActivationCheckpoint.__call__

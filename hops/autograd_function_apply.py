@@ -1,0 +1,217 @@
+"""The operator ``autograd_function_apply``: one call of a ``torch.autograd.Function``.
+
+    autograd_function_apply(fwd, bwd, *operands, name=..., num_outputs=..., ...)
+
+``fwd(*operands)`` gives the outputs of the Function and then the values saved
+for its backward, as one flat tuple; ``bwd(*grad_outputs, *saved)`` gives one
+gradient or None for each operand.  Keywords of this, the ATen form:
+
+``name``
+    module-qualified name of the Function.
+``num_outputs``
+    how many of the values of ``fwd`` are outputs; the rest is saved.  A slot
+    where eager returns something that is not a tensor or symbolic number holds
+    None, so that every output keeps its position.
+``num_inputs``
+    how many operands are tensor arguments of ``apply``; those after them are
+    free values of the Function (closures, globals), which get no gradient.
+``non_differentiable_idx``, ``dirty_idx``
+    outputs that went through ``ctx.mark_non_differentiable`` / ``ctx.mark_dirty``.
+``saved_for_backward_idx``
+    saved values that went through ``ctx.save_for_backward`` (and are checked
+    against later writes); the others were kept on ``ctx``.
+``materialize_grads=False``
+    ``ctx.set_materialize_grads(False)``; then ``bwd_without_I_J`` is the
+    backward for a call in which outputs I and J got no gradient.
+``needs_input_grad``
+    present when the backward looked at ``ctx.needs_input_grad``: what it saw.
+``once_differentiable``, ``no_backward``
+    the backward is not differentiable / there is none.
+
+The forms that Dynamo writes on the supported torch versions are run as well:
+``args_tensor_mask`` (2.6 to 2.9: both bodies start with a placeholder for
+``ctx``, ``fwd`` gives ``(output, saved)``), and ``saved_for_backward_idx``
+without ``num_outputs`` (later: no ``ctx``, ``fwd`` gives ``(output, saved)``).
+
+Upstream: the operator is pytorch#106388's wish before dispatch; the Dynamo
+forms are ``torch/_functorch/autograd_function.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from hops._torch import StockAutogradFunctionApply, stock_autograd_function_apply
+from hops.errors import OperatorCallError
+
+KEYWORDS = frozenset(
+    {
+        "name",
+        "num_outputs",
+        "num_inputs",
+        "non_differentiable_idx",
+        "dirty_idx",
+        "saved_for_backward_idx",
+        "materialize_grads",
+        "needs_input_grad",
+        "once_differentiable",
+        "no_backward",
+        "args_tensor_mask",
+    }
+)
+
+#: Installed by ``dispatch_rules.autograd``; called directly where nothing but
+#: autograd looks at the call, since dispatch through Python costs more than a
+#: whole ``Function.apply``.
+_plain_rule: Callable[..., Any] | None = None
+
+_PLAIN_TYPES = frozenset({torch.Tensor, torch.nn.Parameter, int, float, bool, type(None)})
+
+
+class AutogradFunctionApply(StockAutogradFunctionApply):
+    """See the module's documentation.
+
+    Raises:
+        OperatorCallError: bodies that are not GraphModules, a number of
+            operands that does not fit the forward body, an unknown keyword.
+    """
+
+    def __call__(self, fwd: Any, bwd: Any, *operands: Any, **options: Any) -> Any:
+        if _plain_rule is not None and nothing_but_autograd(operands):
+            if type(fwd).__base__ is not fx.GraphModule:
+                validate(fwd, bwd, operands, options)
+            return _plain_rule(fwd, bwd, *operands, **options)
+        validate(fwd, bwd, operands, options)
+        return super(StockAutogradFunctionApply, self).__call__(fwd, bwd, *operands, **options)
+
+
+autograd_function_apply = stock_autograd_function_apply
+
+
+def nothing_but_autograd(operands: Sequence[Any]) -> bool:
+    """Whether a call on ``operands`` meets no mode, transform or tensor subclass."""
+    return (
+        not torch._C._len_torch_dispatch_stack()
+        and not torch._C._are_functorch_transforms_active()
+        and all(type(operand) in _PLAIN_TYPES for operand in operands)
+        and not torch._C._is_torch_function_mode_enabled()
+    )
+
+
+def validate(fwd: Any, bwd: Any, operands: Sequence[Any], options: dict[str, Any]) -> None:
+    bodies = {k: v for k, v in options.items() if k.startswith("bwd_without_")}
+    for label, body in [("fwd", fwd), ("bwd", bwd), *bodies.items()]:
+        if not isinstance(body, fx.GraphModule):
+            raise OperatorCallError(
+                f"autograd_function_apply: {label} must be a torch.fx.GraphModule, got "
+                f"{type(body).__name__}. Trace the callable first, "
+                "for example with torch.fx.experimental.proxy_tensor.make_fx."
+            )
+    unknown = sorted(set(options) - KEYWORDS - set(bodies))
+    if unknown:
+        raise OperatorCallError(
+            f"autograd_function_apply: unknown keyword {unknown[0]!r}; known are "
+            f"{', '.join(sorted(KEYWORDS))} and bwd_without_*"
+        )
+    expected = len(fwd.graph.find_nodes(op="placeholder"))
+    given = len(operands) + ("args_tensor_mask" in options)
+    if expected != given:
+        raise OperatorCallError(
+            f"autograd_function_apply({options.get('name', '')}): the forward body takes "
+            f"{expected} operands, got {given}"
+        )
+
+
+class CallForm:
+    """One way of writing a call, made uniform.
+
+    Attributes:
+        num_inputs: operands before this position are arguments of ``apply``.
+        forward: ``(operands) -> (outputs, saved)``, outputs a list of slots.
+        backward: ``(gradients, saved) -> gradients of the operands``.
+        single: the operator gives its one output itself, not a tuple.
+    """
+
+    __slots__ = (
+        "name", "num_inputs", "fwd", "bwd", "options", "num_outputs", "single",
+        "saved_for_backward", "materialize_grads",
+    )  # fmt: skip
+
+    def __init__(self, fwd: Any, bwd: Any, operands: Sequence[Any], options: dict[str, Any]):
+        self.fwd = fwd
+        self.bwd = bwd
+        self.options = options
+        self.name = options.get("name", "autograd_function_apply")
+        self.num_outputs = options.get("num_outputs")
+        self.single = False
+        self.saved_for_backward = options.get("saved_for_backward_idx", ())
+        self.materialize_grads = options.get("materialize_grads", True)
+        mask = options.get("args_tensor_mask")
+        if mask is not None:
+            self.num_inputs = sum(mask)
+        else:
+            self.num_inputs = options.get("num_inputs", len(operands))
+
+    def forward(self, operands: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
+        if self.num_outputs is not None:
+            values = run_body(self.fwd, operands)
+            return values[: self.num_outputs], values[self.num_outputs :]
+        if "args_tensor_mask" in self.options:
+            output, saved = run_body(self.fwd, (None, *operands))
+        else:
+            output, saved = run_body(self.fwd, operands)
+        self.single = not isinstance(output, (tuple, list))
+        return ([output] if self.single else output), saved
+
+    def backward(self, gradients: Sequence[Any], saved: Sequence[Any]) -> Sequence[Any]:
+        body = self.bwd
+        if not self.materialize_grads:
+            body = self._backward_for(gradients)
+        if "args_tensor_mask" in self.options:
+            result = run_body(body, (None, *gradients, *saved))
+        else:
+            result = run_body(body, (*gradients, *saved))
+        return result if isinstance(result, (tuple, list)) else (result,)
+
+    def _backward_for(self, gradients: Sequence[Any]) -> Any:
+        never = set(self.options.get("non_differentiable_idx", ()))
+        values = self.fwd.graph.find_nodes(op="output")[0].args[0]
+        missing = [
+            i
+            for i, g in enumerate(gradients)
+            if g is None and i not in never and values[i] is not None and _differentiable(values[i])
+        ]
+        if not missing:
+            return self.bwd
+        key = "bwd_without_" + "_".join(map(str, missing))
+        if key not in self.options:
+            from hops.errors import ReplayError
+
+            raise ReplayError(
+                f"hops: {self.name} was captured with set_materialize_grads(False), and its "
+                f"backward was not traced for a call in which outputs {missing} get no "
+                "gradient. Use all of its outputs, or drop set_materialize_grads(False)."
+            )
+        return self.options[key]
+
+    def visible(self, outputs: Sequence[Any]) -> Any:
+        return outputs[0] if self.single else tuple(outputs)
+
+
+def _differentiable(node: Any) -> bool:
+    value = node.meta.get("val") if isinstance(node, fx.Node) else None
+    if not isinstance(value, torch.Tensor):
+        return isinstance(node, fx.Node) and value is None
+    return value.is_floating_point() or value.is_complex()
+
+
+def run_body(body: fx.GraphModule, arguments: Sequence[Any]) -> Any:
+    """Run a body: as compiled code, or node by node where the tracer that
+    watches wants each node's metadata (stack trace, module, annotations)."""
+    if fx.traceback.has_preserved_node_meta():
+        return fx.Interpreter(body).run(*arguments)
+    return body.forward(*arguments)

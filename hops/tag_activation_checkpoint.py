@@ -1,0 +1,78 @@
+"""The operator ``tag_activation_checkpoint``: one checkpointed region.
+
+    tag_activation_checkpoint(body, *operands, use_reentrant=..., ...)
+
+``body(*operands)`` gives the outputs of the region as a flat tuple.  Operands
+are all values that the region uses from outside: arguments, parameters,
+buffers, closures.  Keywords are those of ``torch.utils.checkpoint.checkpoint``
+(``use_reentrant``, ``preserve_rng_state``, ``determinism_check``, ``debug``,
+``early_stop``), as the user gave them.  A selective policy is kept as
+``body.meta["_checkpoint_context_fn"]`` while the process lives; what it decided
+for each operation is kept on the nodes of the body (``hops._policy``).
+
+Upstream: ``torch/_higher_order_ops/wrap.py``, pytorch#103953.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import fx
+
+from hops._torch import (
+    CHECKPOINT_KEYWORDS,
+    StockTagActivationCheckpoint,
+    stock_tag_activation_checkpoint,
+)
+from hops.autograd_function_apply import nothing_but_autograd
+from hops.errors import OperatorCallError
+
+KEYWORDS = frozenset(CHECKPOINT_KEYWORDS) | {
+    "early_stop",
+    "preserve_rng_state",
+    "respect_saved_tensors_hooks",
+}
+
+#: Where a body keeps its selective policy (stock torch's key).
+CONTEXT_FN = "_checkpoint_context_fn"
+
+_plain_rule: Callable[..., Any] | None = None
+
+
+class TagActivationCheckpoint(StockTagActivationCheckpoint):
+    """See the module's documentation.
+
+    Raises:
+        OperatorCallError: a body that is not a GraphModule, a number of
+            operands that does not fit it, an unknown keyword.
+    """
+
+    def __call__(self, body: Any, *operands: Any, **options: Any) -> Any:
+        validate(body, operands, options)
+        if _plain_rule is not None and nothing_but_autograd(operands):
+            return _plain_rule(body, *operands, **options)
+        return super(StockTagActivationCheckpoint, self).__call__(body, *operands, **options)
+
+
+tag_activation_checkpoint = stock_tag_activation_checkpoint
+
+
+def validate(body: Any, operands: Sequence[Any], options: dict[str, Any]) -> None:
+    if not isinstance(body, fx.GraphModule):
+        raise OperatorCallError(
+            "tag_activation_checkpoint: the body must be a torch.fx.GraphModule, got "
+            f"{type(body).__name__}. Trace the callable first, "
+            "for example with torch.fx.experimental.proxy_tensor.make_fx."
+        )
+    unknown = sorted(set(options) - KEYWORDS)
+    if unknown:
+        raise OperatorCallError(
+            f"tag_activation_checkpoint: unknown keyword {unknown[0]!r}; known are "
+            f"{', '.join(sorted(KEYWORDS))}"
+        )
+    expected = len(body.graph.find_nodes(op="placeholder"))
+    if expected != len(operands):
+        raise OperatorCallError(
+            f"tag_activation_checkpoint: the body takes {expected} operands, got {len(operands)}"
+        )

@@ -1,0 +1,96 @@
+"""The test suite on every supported torch: ``nox -s tests-2.15.0``, or ``nox -s matrix`` for all.
+
+All but one of these are CUDA builds of 5 to 7 GB once installed, so ``matrix`` deletes each
+environment when its session is done, as every session does where ``CI`` is set. A session run by
+hand keeps its environment, for another look with ``nox -R``.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import nox
+
+nox.needs_version = ">=2025.2.9"
+nox.options.default_venv_backend = "venv"
+
+TORCH_VERSIONS = (
+    "2.6.0",
+    "2.7.1",
+    "2.8.0",
+    "2.9.1",
+    "2.10.0",
+    "2.11.0",
+    "2.12.1",
+    "2.13.0",
+    "2.14.1",
+    "2.15.0",
+)
+
+# The version that `make test` uses. It is installed with the user's own pip configuration, which
+# may point at a CPU build of it.
+DEFAULT_TORCH_VERSION = "2.13.0"
+
+# The others come from the default index: a constraint in the user's pip configuration may rule out
+# the version asked for. pip's environment variables still apply.
+NO_PIP_CONFIGURATION = {"PIP_CONFIG_FILE": os.devnull}
+
+nox.options.sessions = [f"tests-{DEFAULT_TORCH_VERSION}"]
+
+remove_environments = bool(os.environ.get("CI"))
+
+
+def run_suite(session: nox.Session, torch_version: str) -> None:
+    """Install torch ``torch_version`` and this package, run pytest with the session's arguments."""
+    environment = Path(session.virtualenv.location)
+    pip_env = {} if torch_version == DEFAULT_TORCH_VERSION else NO_PIP_CONFIGURATION
+    try:
+        # Without a cache: it would keep some 3 GB for each version.
+        session.install("--no-cache-dir", f"torch=={torch_version}", env=pip_env, silent=False)
+        # setuptools packs what an earlier build left there, also files deleted since.
+        shutil.rmtree("build", ignore_errors=True)
+        session.install(".[test]", env=pip_env)
+        # -I: the installed packages, not those in the current directory.
+        session.run(
+            "python",
+            "-I",
+            "-c",
+            "import torch, hops, dispatch_rules;"
+            "print('torch', torch.__version__, 'with hops', hops.__version__)",
+        )
+        session.run(
+            "python",
+            "-m",
+            "pytest",
+            *session.posargs,
+            env={
+                "OMP_NUM_THREADS": "1",
+                "TORCHINDUCTOR_CACHE_DIR": str(environment.resolve() / "inductor-cache"),
+            },
+        )
+    finally:
+        if remove_environments:
+            shutil.rmtree(environment, ignore_errors=True)
+
+
+def add_session(torch_version: str) -> None:
+    @nox.session(name=f"tests-{torch_version}")
+    def tests(session: nox.Session) -> None:
+        run_suite(session, torch_version)
+
+    tests.__doc__ = f"Run the suite on torch {torch_version}."
+
+
+for version in TORCH_VERSIONS:
+    add_session(version)
+
+
+@nox.session(venv_backend="none")
+def matrix(session: nox.Session) -> None:
+    """Run the suite on every supported torch, one after the other, deleting each environment."""
+    global remove_environments
+    remove_environments = True
+    for version in TORCH_VERSIONS:
+        session.notify(f"tests-{version}", session.posargs)
