@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks import _cases as cases
-from benchmarks._timing import Samples, Variant, interleave, stock_torch
+from benchmarks._timing import Samples, Surrounding, Variant, interleave, stock_torch
 from hops._demo_measure import bytes_for_backward
 from hops._demo_report import format_table, print_section, progress
 
@@ -158,7 +158,11 @@ class _TensorOutput(nn.Module):
 def _replay_samples(
     modules: dict[str, nn.Module], run: Callable[[nn.Module], object], rounds: int, calls: int
 ) -> Samples:
-    contexts = {"eager": nullcontext, "hops": nullcontext, "stock": stock_torch}
+    contexts: dict[str, Surrounding] = {
+        "eager": nullcontext,
+        "hops": nullcontext,
+        "stock": stock_torch,
+    }
     variants = {name: Variant(partial(run, modules[name]), contexts[name]) for name in modules}
     return interleave(variants, 3 * rounds, 320 // calls)
 

@@ -12,13 +12,15 @@ from dataclasses import dataclass
 
 import hops
 
+Surrounding = Callable[[], AbstractContextManager[None]]
+
 
 @dataclass(frozen=True)
 class Variant:
     """Something to time, and a context that surrounds each sample without being timed."""
 
     run: Callable[[], object]
-    surrounding: Callable[[], AbstractContextManager[None]] = nullcontext
+    surrounding: Surrounding = nullcontext
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from typing import Any
 from hops import autograd_function_apply as function_operator
 from hops import tag_activation_checkpoint as checkpoint_operator
 from hops._mutation import mutated_operands
+from hops._torch import FUNCTIONALIZE
 from hops.errors import CaptureError
 
 
@@ -45,6 +46,6 @@ def _refuse_mutation(name: str, body: Any) -> None:
 
 
 RULES = {
-    "autograd_function_apply": {"functionalize": autograd_function_apply},
-    "tag_activation_checkpoint": {"functionalize": tag_activation_checkpoint},
+    "autograd_function_apply": {FUNCTIONALIZE: autograd_function_apply},
+    "tag_activation_checkpoint": {FUNCTIONALIZE: tag_activation_checkpoint},
 }

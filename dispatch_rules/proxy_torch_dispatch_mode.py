@@ -17,7 +17,7 @@ from hops import autograd_function_apply as function_operator
 from hops import tag_activation_checkpoint as checkpoint_operator
 from hops._subgraph import emit, name_bodies_in_order
 from hops._torch import ProxyTorchDispatchMode, reenter_make_fx, set_grad_enabled_silently
-from hops.autograd_function_apply import CallForm
+from hops.autograd_function_apply import CallForm, node_options
 from hops.tag_activation_checkpoint import CONTEXT_FN
 
 
@@ -28,6 +28,8 @@ def autograd_function_apply(
     if not mode.enable_tracing:
         return result
     form = CallForm(fwd, bwd, operands, options)
+    if "num_outputs" not in options:
+        form.run = _run_dynamo_body
     with set_grad_enabled_silently(False):
         outputs, saved = form.forward(operands)
     tracer = mode.tracer
@@ -54,14 +56,16 @@ def autograd_function_apply(
         "name": form.name,
         "num_outputs": num_outputs,
         "num_inputs": form.num_inputs,
-        "non_differentiable_idx": [],
-        "saved_for_backward_idx": [],
         **kept,
         **nodes,
     }
     visible = result if isinstance(result, tuple) else (result,)
-    emit(tracer, function_operator.autograd_function_apply, arguments, keywords, visible)
+    emit(tracer, function_operator.autograd_function_apply, arguments, node_options(keywords), visible)
     return result
+
+
+def _run_dynamo_body(body: Any, arguments: Sequence[Any]) -> Any:
+    return function_operator.BodyInterpreter(body).run(*arguments)
 
 
 def _other_backwards(options: dict[str, Any]) -> list[tuple[str, Any]]:
@@ -79,7 +83,7 @@ def _flat_forward(form: CallForm) -> Callable[..., Any]:
 def _flat_backward(form: CallForm, body: Any, num_operands: int) -> Callable[..., Any]:
     def backward(*values: Any) -> tuple[Any, ...]:
         lead = (None,) if "args_tensor_mask" in form.options else ()
-        result = function_operator.run_body(body, (*lead, *values))
+        result = form.run(body, (*lead, *values))
         gradients = tuple(result) if isinstance(result, (tuple, list)) else (result,)
         return (*gradients, *[None] * (num_operands - len(gradients)))
 

@@ -6,15 +6,20 @@
 
 from hops import _patches
 from hops._patches import install, uninstall
+from hops._parts import CheckpointParts, FunctionParts, checkpoint_parts, function_parts
 from hops._version import __version__
 from hops.errors import CaptureError, HopsWarning, OperatorCallError, ReplayError
 
 __all__ = [
     "CaptureError",
+    "CheckpointParts",
+    "FunctionParts",
     "HopsWarning",
     "OperatorCallError",
     "ReplayError",
     "__version__",
+    "checkpoint_parts",
+    "function_parts",
     "install",
     "uninstall",
 ]

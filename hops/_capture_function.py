@@ -41,7 +41,7 @@ from hops._torch import (
     set_grad_enabled_silently,
     track_tensor_tree,
 )
-from hops.autograd_function_apply import autograd_function_apply
+from hops.autograd_function_apply import autograd_function_apply, node_options
 from hops.errors import CaptureError
 
 _BASE_SETUP_CONTEXT = torch.autograd.function._SingleLevelFunction.setup_context
@@ -62,6 +62,8 @@ def answer_lookup(function: type, attribute: str, found: Any) -> Any:
     ``forward`` after it has switched grad mode off; so a ``forward`` that is
     looked up at any other time, by the user say, is given as it is.
     """
+    if not issubclass(function, torch.autograd.Function):
+        return found
     if attribute == "setup_context":
         _state.pending = (function, torch.is_grad_enabled())
         _state.call = None
@@ -87,8 +89,7 @@ def _is_defined(setup_context: Any) -> bool:
 
 def _may_record(function: type) -> bool:
     return (
-        issubclass(function, torch.autograd.Function)
-        and not torch._C._are_functorch_transforms_active()
+        not torch._C._are_functorch_transforms_active()
         and function is not torch.utils.checkpoint.CheckpointFunction
         and pre_dispatch_tracer() is not None
     )
@@ -239,7 +240,7 @@ class _Capture:
             tracer,
             autograd_function_apply,
             (fwd, bwd, *forward.operands),
-            {"name": self.name, "num_outputs": len(slots), **options},
+            node_options({"name": self.name, "num_outputs": len(slots), **options}),
             visible,
         )
         add = functools.partial(_add_output, tracer)
@@ -286,7 +287,7 @@ def _add_output(tracer: Any, call: fx.Node, inner: fx.Node) -> fx.Node:
     call.kwargs = {
         **call.kwargs,
         "num_outputs": position + 1,
-        "non_differentiable_idx": [*call.kwargs["non_differentiable_idx"], position],
+        "non_differentiable_idx": [*call.kwargs.get("non_differentiable_idx", ()), position],
     }
     forward = getattr(owner, str(call.args[0].target))
     return add_output(call, forward, inner, position)
@@ -376,8 +377,8 @@ class _BackwardCapture:
 
     def _empty_body(self) -> Recording:
         body = Recording(self.tracer)
-        for position in range(len(self.slots)):
-            body.add_placeholder(f"grad_{position}")
+        for _ in self.slots:
+            body.add_placeholder()
         return body
 
     def _user_backward(self) -> tuple[Callable[..., Any] | None, bool]:
@@ -438,7 +439,7 @@ class _BackwardCapture:
         materialize = options.get("materialize_grads", True)
         gradients: list[Any] = []
         for position, value in enumerate(self.slots):
-            placeholder = body.add_placeholder(f"grad_{position}")
+            placeholder = body.add_placeholder()
             made_up = position not in differentiable and not materialize
             if not isinstance(value, torch.Tensor) or position in missing or made_up:
                 gradients.append(None)
@@ -505,7 +506,7 @@ class _BackwardCapture:
         Returns:
             The outputs of the body: a node or None for each operand.
         """
-        inner = {node: body.add_placeholder(node.name, node) for node in saved}
+        inner = {node: body.add_placeholder(node) for node in saved}
 
         def bound(node: Any) -> Any:
             if isinstance(node, fx.Node) and self._is_free(body, node):

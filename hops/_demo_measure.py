@@ -41,7 +41,7 @@ class Step:
 def eager_calls(
     model: nn.Module, function: type[torch.autograd.Function], inputs: Sequence[Any]
 ) -> Counter[Call]:
-    """Count the calls of `function` and of checkpoint in an eager forward of a `transformers` model."""
+    """Count the calls of `function` and of checkpoint in an eager forward of `model`."""
     calls: Counter[Call] = Counter()
     forward = function.forward
     name = f"{function.__module__}.{function.__qualname__}"

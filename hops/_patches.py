@@ -17,11 +17,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import fx
 
 from dispatch_rules import TABLE
 from hops import _capture_checkpoint, _capture_function
+from hops._import_hook import after_import
 from hops._subgraph import settle
 from hops._torch import (
+    FUNCTIONALIZE,
+    aot_autograd,
     proxy_tensor,
     stock_autograd_function_apply,
     stock_tag_activation_checkpoint,
@@ -64,7 +68,7 @@ def _operator(instance: Any, own_class: type) -> Callable[[], None]:
     copies = {name: dict(getattr(instance, name)) for name in tables}
     instance.__class__ = own_class
     for key, rule in TABLE[instance.__name__].items():
-        if key == "functionalize":
+        if key is FUNCTIONALIZE:
             instance.py_functionalize_impl(rule)
         else:
             instance.python_key_table.pop(key, None)
@@ -98,6 +102,45 @@ def _with_capture_hooks(trace_inner: Callable[..., Any]) -> Callable[..., Any]:
             return trace_inner(self, *args, **kwargs)
 
     return _trace_inner
+
+
+def _keeping_node_metadata(export_function: Callable[..., Any]) -> Callable[..., Any]:
+    """Let the graph that is handed back run node by node, so that a second trace
+    of it copies the metadata of each node."""
+
+    @functools.wraps(export_function)
+    def _aot_export_function(*args: Any, **kwargs: Any) -> Any:
+        graph_module, *rest = export_function(*args, **kwargs)
+        if any("seq_nr" in node.meta for node in graph_module.graph.nodes):
+            graph_module.forward = _InterpretedForward(graph_module)
+        return (graph_module, *rest)
+
+    return _aot_export_function
+
+
+class _InterpretedForward:
+    def __init__(self, module: fx.GraphModule) -> None:
+        self.module = module
+
+    def __call__(self, *args: Any) -> Any:
+        with fx.traceback.preserve_node_meta():
+            return _SequencedInterpreter(self.module).run(*args)
+
+
+class _SequencedInterpreter(fx.Interpreter):
+    """Hands on ``autograd_backward`` and ``seq_nr``, which a new trace would count anew."""
+
+    def run_node(self, n: fx.Node) -> Any:
+        self._running = n
+        return super().run_node(n)
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        meta = self._running.meta
+        if "seq_nr" in meta:
+            fx.traceback.current_meta.update(in_grad_fn=1, grad_fn_seq_nr=[meta["seq_nr"]])
+        if "autograd_backward" in meta:
+            fx.traceback.current_meta["autograd_backward"] = True
+        return super().call_function(target, args, kwargs)
 
 
 @contextmanager
@@ -193,6 +236,29 @@ def checkpoint_during_capture(args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     return _capture_checkpoint.checkpoint_entered(_original_checkpoint, args, kwargs)
 
 
+def _when_dynamo_is_imported() -> Callable[[], None]:
+    """Dynamo is heavy and often not needed: its sites are patched when it is there.
+
+    The import of ``torch._dynamo`` is seen through an import hook, so that it
+    does not matter which of the two came first.
+    """
+    undo: list[Callable[[], None]] = []
+
+    def patch() -> None:
+        from hops import _dynamo_rules
+
+        undo.append(_dynamo_rules.install())
+
+    stop = after_import("torch._dynamo", patch)
+
+    def restore() -> None:
+        stop()
+        while undo:
+            undo.pop()()
+
+    return restore
+
+
 SITES = (
     Site(
         "torch.ops.higher_order.autograd_function_apply",
@@ -210,6 +276,18 @@ SITES = (
         "pre-dispatch tracing inlines Function.apply and checkpoint; the hooks that catch "
         "them (FunctionMeta.__getattribute__, checkpoint.__code__) act during a trace only",
         lambda: _attribute(proxy_tensor._MakefxTracer, "_trace_inner", _with_capture_hooks),
+    ),
+    Site(
+        "torch._dynamo...TorchHigherOrderOperatorVariable.make",
+        "Dynamo cannot read a graph that holds autograd_function_apply, and would trace the "
+        "body of a captured region anew",
+        _when_dynamo_is_imported,
+    ),
+    Site(
+        "torch._functorch.aot_autograd._aot_export_function",
+        "aot_export_module traces its joint graph a second time and drops what the first "
+        "trace wrote on the nodes: recompute, ac_graph_id",
+        lambda: _attribute(aot_autograd, "_aot_export_function", _keeping_node_metadata),
     ),
 )
 

@@ -132,6 +132,7 @@ class Recording:
         self.operands: list[fx.Node] = []
         self._placeholder_of: dict[fx.Node, fx.Node] = {}
         self._last_placeholder: fx.Node | None = None
+        self._num_placeholders = 0
         self._attributes: dict[str, fx.Node] = {}
 
     @contextmanager
@@ -145,8 +146,10 @@ class Recording:
             self.tracer.graph = before
             symbols.restore()
 
-    def add_placeholder(self, name: str, like: fx.Node | None = None) -> fx.Node:
-        """A new placeholder after those that there are."""
+    def add_placeholder(self, like: fx.Node | None = None) -> fx.Node:
+        """A new placeholder after those that there are, named as make_fx names them."""
+        name = f"arg{self._num_placeholders}_1"
+        self._num_placeholders += 1
         if self._last_placeholder is not None:
             position = self.graph.inserting_after(self._last_placeholder)
         else:
@@ -161,7 +164,7 @@ class Recording:
 
     def add_operand(self, outer: fx.Node) -> fx.Node:
         """One more operand, also where the same value is one already."""
-        placeholder = self.add_placeholder(outer.name, outer)
+        placeholder = self.add_placeholder(outer)
         self.operands.append(outer)
         self._placeholder_of.setdefault(outer, placeholder)
         return placeholder
@@ -276,6 +279,7 @@ def name_bodies_in_order(module: fx.GraphModule) -> None:
     for node in module.graph.nodes:
         if node.op == "get_attr":
             node.target = renamed[node.target]
+            node._rename(node.target)
     module.recompile()
 
 

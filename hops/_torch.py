@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.utils.checkpoint as torch_checkpoint
 from torch._C import DispatchKey
+from torch._functorch import aot_autograd
 from torch._functorch import autograd_function as stock_autograd_function
 from torch._higher_order_ops import wrap as stock_wrap
 from torch._higher_order_ops.utils import reenter_make_fx
@@ -36,12 +37,14 @@ __all__ = [
     "DispatchKey",
     "FakeTensor",
     "FakeTensorMode",
+    "FUNCTIONALIZE",
     "FunctionalTensor",
     "HigherOrderOperator",
     "ProxyTorchDispatchMode",
     "StockAutogradFunctionApply",
     "StockTagActivationCheckpoint",
     "SymbolicValues",
+    "aot_autograd",
     "compiler_is_tracing",
     "disable_proxy_modes_tracing",
     "get_proxy_mode",
@@ -64,6 +67,14 @@ StockAutogradFunctionApply = stock_autograd_function.AutogradFunctionApply
 StockTagActivationCheckpoint = stock_wrap.TagActivationCheckpoint
 stock_autograd_function_apply = stock_autograd_function.autograd_function_apply
 stock_tag_activation_checkpoint = stock_wrap.tag_activation_checkpoint
+
+class FUNCTIONALIZE:
+    """Stands for functionalization in the rule table.
+
+    It is several keys in torch (a mode, a dispatch key, a transform), which
+    ``HigherOrderOperator.py_functionalize_impl`` registers together.
+    """
+
 
 SYMBOLIC_TYPES = (torch.SymInt, torch.SymFloat, torch.SymBool)
 

@@ -48,21 +48,20 @@ from torch import fx
 from hops._torch import StockAutogradFunctionApply, stock_autograd_function_apply
 from hops.errors import OperatorCallError
 
-KEYWORDS = frozenset(
-    {
-        "name",
-        "num_outputs",
-        "num_inputs",
-        "non_differentiable_idx",
-        "dirty_idx",
-        "saved_for_backward_idx",
-        "materialize_grads",
-        "needs_input_grad",
-        "once_differentiable",
-        "no_backward",
-        "args_tensor_mask",
-    }
+_ORDER = (
+    "name",
+    "num_outputs",
+    "num_inputs",
+    "non_differentiable_idx",
+    "dirty_idx",
+    "saved_for_backward_idx",
+    "materialize_grads",
+    "needs_input_grad",
+    "once_differentiable",
+    "no_backward",
 )
+
+KEYWORDS = frozenset(_ORDER) | {"args_tensor_mask"}
 
 #: Installed by ``dispatch_rules.autograd``; called directly where nothing but
 #: autograd looks at the call, since dispatch through Python costs more than a
@@ -126,11 +125,20 @@ def validate(fwd: Any, bwd: Any, operands: Sequence[Any], options: dict[str, Any
         )
 
 
+def node_options(options: dict[str, Any]) -> dict[str, Any]:
+    """The keywords of a node in ATen form, in their order; empty lists are left
+    out, since torch.export cannot tell what they are lists of."""
+    order = [k for k in _ORDER if k in options]
+    order += sorted(k for k in options if k.startswith("bwd_without_"))
+    return {k: options[k] for k in order if options[k] != []}
+
+
 class CallForm:
     """One way of writing a call, made uniform.
 
     Attributes:
         num_inputs: operands before this position are arguments of ``apply``.
+        run: how a body is run, :func:`run_body` unless a tracer wants another way.
         forward: ``(operands) -> (outputs, saved)``, outputs a list of slots.
         backward: ``(gradients, saved) -> gradients of the operands``.
         single: the operator gives its one output itself, not a tuple.
@@ -138,7 +146,7 @@ class CallForm:
 
     __slots__ = (
         "name", "num_inputs", "fwd", "bwd", "options", "num_outputs", "single",
-        "saved_for_backward", "materialize_grads",
+        "saved_for_backward", "materialize_grads", "run",
     )  # fmt: skip
 
     def __init__(self, fwd: Any, bwd: Any, operands: Sequence[Any], options: dict[str, Any]):
@@ -148,6 +156,7 @@ class CallForm:
         self.name = options.get("name", "autograd_function_apply")
         self.num_outputs = options.get("num_outputs")
         self.single = False
+        self.run = run_body
         self.saved_for_backward = options.get("saved_for_backward_idx", ())
         self.materialize_grads = options.get("materialize_grads", True)
         mask = options.get("args_tensor_mask")
@@ -158,12 +167,12 @@ class CallForm:
 
     def forward(self, operands: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
         if self.num_outputs is not None:
-            values = run_body(self.fwd, operands)
+            values = self.run(self.fwd, operands)
             return values[: self.num_outputs], values[self.num_outputs :]
         if "args_tensor_mask" in self.options:
-            output, saved = run_body(self.fwd, (None, *operands))
+            output, saved = self.run(self.fwd, (None, *operands))
         else:
-            output, saved = run_body(self.fwd, operands)
+            output, saved = self.run(self.fwd, operands)
         self.single = not isinstance(output, (tuple, list))
         return ([output] if self.single else output), saved
 
@@ -172,9 +181,9 @@ class CallForm:
         if not self.materialize_grads:
             body = self._backward_for(gradients)
         if "args_tensor_mask" in self.options:
-            result = run_body(body, (None, *gradients, *saved))
+            result = self.run(body, (None, *gradients, *saved))
         else:
-            result = run_body(body, (*gradients, *saved))
+            result = self.run(body, (*gradients, *saved))
         return result if isinstance(result, (tuple, list)) else (result,)
 
     def _backward_for(self, gradients: Sequence[Any]) -> Any:
@@ -213,5 +222,44 @@ def run_body(body: fx.GraphModule, arguments: Sequence[Any]) -> Any:
     """Run a body: as compiled code, or node by node where the tracer that
     watches wants each node's metadata (stack trace, module, annotations)."""
     if fx.traceback.has_preserved_node_meta():
-        return fx.Interpreter(body).run(*arguments)
+        return MarkingInterpreter(body).run(*arguments)
     return body.forward(*arguments)
+
+
+_MARKS = ("partitioner_tag", "autograd_backward", "grad_fn_seq_nr", "in_grad_fn")
+
+
+class MarkingInterpreter(fx.Interpreter):
+    """Runs a body node by node, each under what autograd and AOTAutograd say of the
+    call: whether it is forward or backward, and the ``seq_nr`` of its forward.
+
+    A plain Interpreter replaces these by the node's own metadata, so that the
+    nodes of a custom backward look like forward ones to the partitioner.
+    """
+
+    def __init__(self, body: fx.GraphModule) -> None:
+        super().__init__(body)
+        around = fx.traceback.current_meta
+        self._marks = {name: around[name] for name in _MARKS if name in around}
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        fx.traceback.current_meta.update(self._marks)
+        return super().call_function(target, args, kwargs)
+
+    def call_method(self, target: Any, args: Any, kwargs: Any) -> Any:
+        fx.traceback.current_meta.update(self._marks)
+        return super().call_method(target, args, kwargs)
+
+
+class BodyInterpreter(MarkingInterpreter):
+    """Runs a body that Dynamo traced, leaving out the grad-mode switches that it wrote.
+
+    Dynamo traces ``forward`` and ``backward`` inside ``torch.no_grad`` of its
+    own; what ran in no-grad mode does so anyway, since the operator is a
+    Function.
+    """
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        if target is torch._C._set_grad_enabled:
+            return None
+        return super().call_function(target, args, kwargs)

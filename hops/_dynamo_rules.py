@@ -1,0 +1,116 @@
+"""What Dynamo does with calls of the two operators, and with Functions under export.
+
+Dynamo is imported here, and this module is imported with Dynamo only: hops
+itself does not pay for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+from torch._dispatch.python import enable_python_dispatcher
+from torch._dynamo.variables.builder import wrap_fx_proxy
+from torch._dynamo.variables.higher_order_ops import (
+    CheckpointHigherOrderVariable,
+    TorchHigherOrderOperatorVariable,
+)
+
+from hops._torch import stock_autograd_function_apply, stock_tag_activation_checkpoint
+
+
+class CapturedFunctionVariable(TorchHigherOrderOperatorVariable):
+    """A call of ``autograd_function_apply`` in code that Dynamo reads.
+
+    Such code is a graph that was captured already: its bodies go into the new
+    graph as they are.
+    """
+
+    _HOP_NAME = "autograd_function_apply"
+    _ALLOW_FALLBACK_TO_EAGER = False
+
+    def call_function(self, tx: Any, args: Any, kwargs: Any) -> Any:
+        return _call_captured(tx, self.value, list(args), dict(kwargs))
+
+
+class CapturedCheckpointVariable(CheckpointHigherOrderVariable):
+    """A call of ``tag_activation_checkpoint``: a captured one keeps its body as it
+    is; the user's own ``checkpoint(f, ...)`` is traced by stock Dynamo."""
+
+    def call_function(self, tx: Any, args: Any, kwargs: Any) -> Any:
+        if "determinism_check" in kwargs and "early_stop" in kwargs:
+            if _graph_module(tx, args[0]) is not None:
+                return _call_captured(tx, self.value, list(args), dict(kwargs))
+        return super().call_function(tx, args, kwargs)
+
+
+def _graph_module(tx: Any, variable: Any) -> fx.GraphModule | None:
+    variable = variable.realize()
+    value = getattr(variable, "value", None)
+    if value is None and getattr(variable, "module_key", None) is not None:
+        value = tx.output.get_submodule(variable.module_key)
+    return value if isinstance(value, fx.GraphModule) else None
+
+
+def _call_captured(tx: Any, operator: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    arguments = [_as_proxy_and_value(tx, a) for a in args]
+    keywords = {k: _as_proxy_and_value(tx, v) for k, v in kwargs.items()}
+    with enable_python_dispatcher(), tx.output.fake_mode:
+        example = operator(
+            *[value for _, value in arguments], **{k: v for k, (_, v) in keywords.items()}
+        )
+    proxy = tx.output.create_proxy(
+        "call_function",
+        operator,
+        args=tuple(p for p, _ in arguments),
+        kwargs={k: p for k, (p, _) in keywords.items()},
+    )
+    return wrap_fx_proxy(tx=tx, proxy=proxy, example_value=example)
+
+
+def _as_proxy_and_value(tx: Any, variable: Any) -> tuple[Any, Any]:
+    """An argument as it goes into the graph, and as it goes into the fake run."""
+    body = _graph_module(tx, variable)
+    if body is not None:
+        name = _installed_name(tx, body)
+        return tx.output.create_proxy("get_attr", name, (), {}), body
+    proxy = variable.as_proxy()
+    if isinstance(proxy, fx.Proxy):
+        return proxy, proxy.node.meta["example_value"]
+    return proxy, proxy
+
+
+def _installed_name(tx: Any, body: fx.GraphModule) -> str:
+    """The name of a body in the new graph: Dynamo gives one module one name, so a
+    body that is a submodule of what it reads has one already."""
+    modules = tx.output.nn_modules
+    for name, module in modules.items():
+        if module is body:
+            return name
+    return tx.output.install_subgraph("captured_body", body)
+
+
+def make_variable(stock: Callable[..., Any]) -> Callable[..., Any]:
+    """``TorchHigherOrderOperatorVariable.make`` with the two operators known."""
+
+    def make(value: Any, source: Any = None, **kwargs: Any) -> Any:
+        if value is stock_autograd_function_apply:
+            return CapturedFunctionVariable(value, source, **kwargs)
+        if value is stock_tag_activation_checkpoint:
+            return CapturedCheckpointVariable(value, source, **kwargs)
+        return stock(value, source, **kwargs)
+
+    return make
+
+
+def install() -> Callable[[], None]:
+    owner = TorchHigherOrderOperatorVariable
+    before = owner.__dict__["make"]
+    owner.make = staticmethod(make_variable(owner.make))
+
+    def restore() -> None:
+        owner.make = before
+
+    return restore
