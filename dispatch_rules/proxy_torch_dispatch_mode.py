@@ -102,7 +102,11 @@ def tag_activation_checkpoint(mode: Any, body: Any, *operands: Any, **options: A
     arguments = (node, *map(_argument(tracer), operands))
     visible = tuple(result) if isinstance(result, (tuple, list)) else (result,)
     emit(
-        tracer, checkpoint_operator.tag_activation_checkpoint, arguments, dict(options), visible
+        tracer,
+        checkpoint_operator.tag_activation_checkpoint,
+        arguments,
+        checkpoint_operator.node_options(options),
+        visible,
     )
     return result
 

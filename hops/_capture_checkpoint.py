@@ -26,10 +26,7 @@ from hops._torch import (
     set_grad_enabled_silently,
     torch_checkpoint,
 )
-from hops.tag_activation_checkpoint import CONTEXT_FN, tag_activation_checkpoint
-
-_KEPT_OPTIONS = ("use_reentrant", "preserve_rng_state", "determinism_check", "debug", "early_stop")
-
+from hops.tag_activation_checkpoint import CONTEXT_FN, node_options, tag_activation_checkpoint
 
 def checkpoint_entered(
     original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -141,15 +138,10 @@ def _write(region: Recording, leaves: list[Any], options: dict[str, Any]) -> Non
         tracer,
         tag_activation_checkpoint,
         (body, *region.operands),
-        _node_options(options),
+        node_options(options),
         tuple(outputs),
     )
     close_body(tracer, region.graph, ClosedBody(call, functools.partial(_add_output, tracer)))
-
-
-def _node_options(options: dict[str, Any]) -> dict[str, Any]:
-    defaults = {**CHECKPOINT_KEYWORDS, "early_stop": CHECKPOINT_KEYWORDS.get("early_stop", True)}
-    return {name: options.get(name, defaults[name]) for name in _KEPT_OPTIONS}
 
 
 def _add_output(tracer: Any, call: fx.Node, inner: fx.Node) -> fx.Node:

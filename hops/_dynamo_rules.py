@@ -6,6 +6,7 @@ itself does not pay for it.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -17,7 +18,9 @@ from torch._dynamo.variables.higher_order_ops import (
     CheckpointHigherOrderVariable,
     TorchHigherOrderOperatorVariable,
 )
+from torch._dynamo.variables.misc import AutogradFunctionVariable
 
+from hops._capture_function import function_name
 from hops._torch import stock_autograd_function_apply, stock_tag_activation_checkpoint
 
 
@@ -105,12 +108,39 @@ def make_variable(stock: Callable[..., Any]) -> Callable[..., Any]:
     return make
 
 
+def call_apply_with_name(stock: Callable[..., Any]) -> Callable[..., Any]:
+    """``AutogradFunctionVariable.call_apply``, which under export writes the name
+    of the Function on its node.
+
+    What ``torch.compile`` hands to a backend stays as stock writes it.
+    """
+
+    @functools.wraps(stock)
+    def call_apply(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+        if not tx.output.export:
+            return stock(self, tx, args, kwargs)
+        graph = tx.output.current_tracer.graph
+        result = stock(self, tx, args, kwargs)
+        for node in reversed(graph.nodes):
+            if node.target is stock_autograd_function_apply:
+                if "name" not in node.kwargs:
+                    node.kwargs = {**node.kwargs, "name": function_name(self.fn_cls)}
+                break
+        return result
+
+    return call_apply
+
+
 def install() -> Callable[[], None]:
-    owner = TorchHigherOrderOperatorVariable
-    before = owner.__dict__["make"]
-    owner.make = staticmethod(make_variable(owner.make))
+    make_before = TorchHigherOrderOperatorVariable.__dict__["make"]
+    apply_before = AutogradFunctionVariable.__dict__["call_apply"]
+    TorchHigherOrderOperatorVariable.make = staticmethod(
+        make_variable(TorchHigherOrderOperatorVariable.make)
+    )
+    AutogradFunctionVariable.call_apply = call_apply_with_name(apply_before)
 
     def restore() -> None:
-        owner.make = before
+        TorchHigherOrderOperatorVariable.make = make_before
+        AutogradFunctionVariable.call_apply = apply_before
 
     return restore

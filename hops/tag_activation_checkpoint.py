@@ -58,6 +58,15 @@ class TagActivationCheckpoint(StockTagActivationCheckpoint):
 tag_activation_checkpoint = stock_tag_activation_checkpoint
 
 
+_KEPT_OPTIONS = ("use_reentrant", "preserve_rng_state", "determinism_check", "debug", "early_stop")
+
+
+def node_options(options: dict[str, Any]) -> dict[str, Any]:
+    """The keywords of a node in ATen form: all that say how the region is run."""
+    defaults = {"early_stop": True, **CHECKPOINT_KEYWORDS}
+    return {name: options.get(name, defaults[name]) for name in _KEPT_OPTIONS}
+
+
 def validate(body: Any, operands: Sequence[Any], options: dict[str, Any]) -> None:
     if not isinstance(body, fx.GraphModule):
         raise OperatorCallError(
