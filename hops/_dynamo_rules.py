@@ -21,6 +21,7 @@ from torch._dynamo.variables.higher_order_ops import (
 from torch._dynamo.variables.misc import AutogradFunctionVariable
 
 from hops._capture_function import function_name
+from hops._dynamo_functions import NotPython, capture_by_running, installed_name
 from hops._torch import stock_autograd_function_apply, stock_tag_activation_checkpoint
 
 
@@ -77,22 +78,12 @@ def _as_proxy_and_value(tx: Any, variable: Any) -> tuple[Any, Any]:
     """An argument as it goes into the graph, and as it goes into the fake run."""
     body = _graph_module(tx, variable)
     if body is not None:
-        name = _installed_name(tx, body)
+        name = installed_name(tx, body)
         return tx.output.create_proxy("get_attr", name, (), {}), body
     proxy = variable.as_proxy()
     if isinstance(proxy, fx.Proxy):
         return proxy, proxy.node.meta["example_value"]
     return proxy, proxy
-
-
-def _installed_name(tx: Any, body: fx.GraphModule) -> str:
-    """The name of a body in the new graph: Dynamo gives one module one name, so a
-    body that is a submodule of what it reads has one already."""
-    modules = tx.output.nn_modules
-    for name, module in modules.items():
-        if module is body:
-            return name
-    return tx.output.install_subgraph("captured_body", body)
 
 
 def make_variable(stock: Callable[..., Any]) -> Callable[..., Any]:
@@ -108,27 +99,34 @@ def make_variable(stock: Callable[..., Any]) -> Callable[..., Any]:
     return make
 
 
-def call_apply_with_name(stock: Callable[..., Any]) -> Callable[..., Any]:
-    """``AutogradFunctionVariable.call_apply``, which under export writes the name
-    of the Function on its node.
+def call_apply_under_export(stock: Callable[..., Any]) -> Callable[..., Any]:
+    """``AutogradFunctionVariable.call_apply``; under export a Function is captured
+    by running it, as every other front end does (``hops._dynamo_functions``).
 
-    What ``torch.compile`` hands to a backend stays as stock writes it.
+    Dynamo's own tracing serves where an argument cannot be given to real Python;
+    it then gets the name of the Function written on its node.  What
+    ``torch.compile`` hands to a backend stays as stock writes it.
     """
 
     @functools.wraps(stock)
     def call_apply(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
         if not tx.output.export:
             return stock(self, tx, args, kwargs)
-        graph = tx.output.current_tracer.graph
-        result = stock(self, tx, args, kwargs)
-        for node in reversed(graph.nodes):
-            if node.target is stock_autograd_function_apply:
-                if "name" not in node.kwargs:
-                    node.kwargs = {**node.kwargs, "name": function_name(self.fn_cls)}
-                break
-        return result
+        try:
+            return capture_by_running(tx, self.fn_cls, args, kwargs)
+        except NotPython:
+            return _with_name(stock(self, tx, args, kwargs), tx, self.fn_cls)
 
     return call_apply
+
+
+def _with_name(result: Any, tx: Any, function: type) -> Any:
+    for node in reversed(tx.output.current_tracer.graph.nodes):
+        if node.target is stock_autograd_function_apply:
+            if "name" not in node.kwargs:
+                node.kwargs = {**node.kwargs, "name": function_name(function)}
+            break
+    return result
 
 
 def install() -> Callable[[], None]:
@@ -137,7 +135,7 @@ def install() -> Callable[[], None]:
     TorchHigherOrderOperatorVariable.make = staticmethod(
         make_variable(TorchHigherOrderOperatorVariable.make)
     )
-    AutogradFunctionVariable.call_apply = call_apply_with_name(apply_before)
+    AutogradFunctionVariable.call_apply = call_apply_under_export(apply_before)
 
     def restore() -> None:
         TorchHigherOrderOperatorVariable.make = make_before

@@ -10,6 +10,8 @@ torch that moves one of them is mended in one place.
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -47,6 +49,7 @@ __all__ = [
     "aot_autograd",
     "compiler_is_tracing",
     "disable_proxy_modes_tracing",
+    "fake_conversion_allowed",
     "get_proxy_mode",
     "is_traceable_wrapper_subclass",
     "mark_saved_without_version_check",
@@ -144,6 +147,17 @@ class set_grad_enabled_silently:
     def __exit__(self, *exc_info: object) -> None:
         with torch._C.DisableTorchFunction():
             torch._C._set_grad_enabled(self.before)
+
+
+@contextmanager
+def fake_conversion_allowed(mode: Any) -> Iterator[None]:
+    """Let operations on fake tensors meet real ones (parameters in a closure)."""
+    before = mode.allow_non_fake_inputs
+    mode.allow_non_fake_inputs = True
+    try:
+        yield
+    finally:
+        mode.allow_non_fake_inputs = before
 
 
 class SymbolicValues:
