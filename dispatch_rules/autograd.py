@@ -17,6 +17,7 @@ from torch.autograd.function import once_differentiable
 
 from hops import autograd_function_apply as function_operator
 from hops import tag_activation_checkpoint as checkpoint_operator
+from hops._decompose import is_kept
 from hops._policy import context_fn_of
 from hops._torch import (
     CHECKPOINT_KEYWORDS,
@@ -37,6 +38,10 @@ def autograd_function_apply(fwd: Any, bwd: Any, *operands: Any, **options: Any) 
         ReplayError: an operand requires grad that did not when a backward
             that looks at ``ctx.needs_input_grad`` was captured.
     """
+    operator = function_operator.autograd_function_apply
+    if is_kept(operator) and compiler_is_tracing():
+        with torch._C._AutoDispatchBelowAutograd():
+            return operator(fwd, bwd, *operands, **options)
     form = CallForm(fwd, bwd, operands, options)
     inputs = operands[: form.num_inputs]
     if not torch.is_grad_enabled() or not any(map(_requires_grad, inputs)):
@@ -153,6 +158,10 @@ def tag_activation_checkpoint(body: Any, *operands: Any, **options: Any) -> Any:
     Under AOTAutograd the region is run once and its nodes are tagged, so that
     the partitioner recomputes them.
     """
+    operator = checkpoint_operator.tag_activation_checkpoint
+    if is_kept(operator) and compiler_is_tracing():
+        with torch._C._AutoDispatchBelowAutograd():
+            return operator(body, *operands, **options)
     context_fn = context_fn_of(body)
     if compiler_is_tracing():
         return tag_for_partitioner(body, *operands, **options)

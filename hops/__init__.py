@@ -6,6 +6,7 @@
 
 from hops import _patches
 from hops._patches import install, uninstall
+from hops._decompose import run_decompositions
 from hops._parts import CheckpointParts, FunctionParts, checkpoint_parts, function_parts
 from hops._version import __version__
 from hops.errors import CaptureError, HopsWarning, OperatorCallError, ReplayError
@@ -21,6 +22,7 @@ __all__ = [
     "checkpoint_parts",
     "function_parts",
     "install",
+    "run_decompositions",
     "uninstall",
 ]
 

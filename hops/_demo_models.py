@@ -53,13 +53,16 @@ class FakeQuantizedWeight(nn.Module):
 class TrainingLoss(nn.Module):
     """A Hugging Face network as export wants it: tensors in, one scalar loss out."""
 
-    def __init__(self, model: nn.Module) -> None:
+    attention_mask: Tensor | None
+
+    def __init__(self, model: nn.Module, attention_mask: Tensor | None = None) -> None:
         super().__init__()
         self.model = model
+        self.register_buffer("attention_mask", attention_mask)
 
     def forward(self, inputs: Tensor, labels: Tensor) -> Tensor:
         """Return the mean cross entropy of the logits for `inputs` against class indices."""
-        logits = self.model(inputs).logits
+        logits = self.model(inputs, attention_mask=self.attention_mask).logits
         return functional.cross_entropy(logits.flatten(0, -2), labels.flatten())
 
 
@@ -93,7 +96,7 @@ def build(name: str, size: Size = SMALL, bits: int = 4) -> TrainingLoss:
     if name not in NETWORKS:
         raise ValueError(f"unknown model {name!r}: choose from {', '.join(NETWORKS)}")
     torch.manual_seed(0)
-    model = TrainingLoss(NETWORKS[name](size)).train()
+    model = NETWORKS[name](size).train()
     for layer in _projections(model):
         parametrize.register_parametrization(layer, "weight", FakeQuantizedWeight(bits))
     return model
@@ -142,7 +145,7 @@ def _images(size: Size, generator: torch.Generator) -> tuple[Tensor, Tensor]:
     return images, torch.randint(size.classes, (size.batch,), generator=generator)
 
 
-def _llama(size: Size) -> nn.Module:
+def _llama(size: Size) -> TrainingLoss:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
@@ -156,10 +159,10 @@ def _llama(size: Size) -> nn.Module:
         use_cache=False,
         attn_implementation="eager",
     )
-    return LlamaForCausalLM(config)
+    return TrainingLoss(LlamaForCausalLM(config))
 
 
-def _gpt2(size: Size) -> nn.Module:
+def _gpt2(size: Size) -> TrainingLoss:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     config = GPT2Config(
@@ -173,10 +176,10 @@ def _gpt2(size: Size) -> nn.Module:
         use_cache=False,
         attn_implementation="eager",
     )
-    return GPT2LMHeadModel(config)
+    return TrainingLoss(GPT2LMHeadModel(config))
 
 
-def _vit(size: Size) -> nn.Module:
+def _vit(size: Size) -> TrainingLoss:
     from transformers import ViTConfig, ViTForImageClassification
 
     config = ViTConfig(
@@ -191,7 +194,10 @@ def _vit(size: Size) -> nn.Module:
         attention_probs_dropout_prob=0.1,
         attn_implementation="eager",
     )
-    return ViTForImageClassification(config)
+    # Given no mask, transformers makes one under torch.export, but runs without one in eager.
+    patches = (config.image_size // config.patch_size) ** 2
+    see_all = torch.zeros(1, 1, patches + 1, patches + 1)
+    return TrainingLoss(ViTForImageClassification(config), see_all)
 
 
-NETWORKS: dict[str, Callable[[Size], nn.Module]] = {"llama": _llama, "gpt2": _gpt2, "vit": _vit}
+NETWORKS: dict[str, Callable[[Size], TrainingLoss]] = {"llama": _llama, "gpt2": _gpt2, "vit": _vit}

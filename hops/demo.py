@@ -367,7 +367,7 @@ def _call_difference(found: Counter[measure.Call], expected: Counter[measure.Cal
     """Say which calls are in only one of the two; empty when they are equal."""
     sides = {"lacks": expected - found, "has but eager has not": found - expected}
     return "; ".join(
-        f"{words} {calls.total()}, such as {next(iter(calls))}"
+        f"{words} {calls.total()}, first {next(iter(calls))}"
         for words, calls in sides.items()
         if calls
     )

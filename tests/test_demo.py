@@ -69,10 +69,20 @@ def test_bytes_for_backward_counts_each_saved_storage_once():
 
 
 def test_gradient_difference_tells_none_from_zero():
-    with_none = measure.Step(0.0, {"weight": None})
-    with_zeros = measure.Step(0.0, {"weight": torch.zeros(2)})
+    with_none = measure.Step(0.0, {("weight",): None})
+    with_zeros = measure.Step(0.0, {("weight",): torch.zeros(2)})
     assert math.isinf(measure.gradient_difference(with_none, with_zeros))
     assert measure.gradient_difference(with_none, with_none) == 0.0
+
+
+def test_gradient_difference_wants_one_name_of_a_tied_parameter():
+    tied = measure.Step(0.0, {("first", "second"): torch.ones(2)})
+    one_name = measure.Step(0.0, {("second",): torch.ones(2)})
+    untied = measure.Step(0.0, {("first",): torch.ones(2), ("second",): torch.zeros(2)})
+    renamed = measure.Step(0.0, {("third",): torch.ones(2)})
+    assert measure.gradient_difference(one_name, tied) == 0.0
+    assert measure.gradient_difference(untied, tied) == 1.0
+    assert math.isinf(measure.gradient_difference(renamed, tied))
 
 
 def test_unknown_model_is_refused_by_name():
