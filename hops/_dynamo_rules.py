@@ -44,7 +44,7 @@ class CapturedCheckpointVariable(CheckpointHigherOrderVariable):
     is; the user's own ``checkpoint(f, ...)`` is traced by stock Dynamo."""
 
     def call_function(self, tx: Any, args: Any, kwargs: Any) -> Any:
-        if "determinism_check" in kwargs and "early_stop" in kwargs:
+        if "form" in kwargs:
             if _graph_module(tx, args[0]) is not None:
                 return _call_captured(tx, self.value, list(args), dict(kwargs))
         return super().call_function(tx, args, kwargs)

@@ -6,7 +6,7 @@
 are all values that the region uses from outside: arguments, parameters,
 buffers, closures.  Keywords are those of ``torch.utils.checkpoint.checkpoint``
 (``use_reentrant``, ``preserve_rng_state``, ``determinism_check``, ``debug``,
-``early_stop``), as the user gave them.  A selective policy is kept as
+``early_stop``), as the user gave them, and ``form`` (:data:`FORM`).  A selective policy is kept as
 ``body.meta["_checkpoint_context_fn"]`` while the process lives; what it decided
 for each operation is kept on the nodes of the body (``hops._policy``).
 
@@ -25,13 +25,19 @@ from hops._torch import (
     StockTagActivationCheckpoint,
     stock_tag_activation_checkpoint,
 )
-from hops.autograd_function_apply import nothing_but_autograd
+from hops.autograd_function_apply import nothing_but_autograd, takes
 from hops.errors import OperatorCallError
+
+#: The keyword ``form`` marks a node in ATen form.  Stock torch does not know it
+#: and stops; it would run the region otherwise, and from 2.13 draw other random
+#: numbers in recompute than in forward, without a word.
+FORM = 1
 
 KEYWORDS = frozenset(CHECKPOINT_KEYWORDS) | {
     "early_stop",
     "preserve_rng_state",
     "respect_saved_tensors_hooks",
+    "form",
 }
 
 #: Where a body keeps its selective policy (stock torch's key).
@@ -49,7 +55,8 @@ class TagActivationCheckpoint(StockTagActivationCheckpoint):
     """
 
     def __call__(self, body: Any, *operands: Any, **options: Any) -> Any:
-        validate(body, operands, options)
+        if not (takes(body, len(operands)) and options.keys() <= KEYWORDS):
+            validate(body, operands, options)
         if _plain_rule is not None and nothing_but_autograd(operands):
             return _plain_rule(body, *operands, **options)
         return super(StockTagActivationCheckpoint, self).__call__(body, *operands, **options)
@@ -64,7 +71,7 @@ _KEPT_OPTIONS = ("use_reentrant", "preserve_rng_state", "determinism_check", "de
 def node_options(options: dict[str, Any]) -> dict[str, Any]:
     """The keywords of a node in ATen form: all that say how the region is run."""
     defaults = {"early_stop": True, **CHECKPOINT_KEYWORDS}
-    return {name: options.get(name, defaults[name]) for name in _KEPT_OPTIONS}
+    return {name: options.get(name, defaults[name]) for name in _KEPT_OPTIONS} | {"form": FORM}
 
 
 def validate(body: Any, operands: Sequence[Any], options: dict[str, Any]) -> None:

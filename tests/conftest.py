@@ -1,0 +1,16 @@
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import pytest
+import torch
+
+import hops  # noqa: F401
+
+
+@pytest.fixture(autouse=True)
+def _fresh_state():
+    torch.set_num_threads(1)
+    torch._dynamo.reset()
+    yield
+    assert torch.is_grad_enabled(), "a test left grad mode off"

@@ -1,0 +1,98 @@
+"""Models that several test modules share.
+
+Each is built from a Function whose backward is not the derivative of its
+forward, so that a lost backward shows in the gradients.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.utils.checkpoint import checkpoint
+
+
+class Scale(torch.autograd.Function):
+    """Multiplies; its backward doubles the gradient of the input."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        return x * weight
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight = ctx.saved_tensors
+        return grad * weight * 2, (grad * x).sum(0)
+
+
+class FunctionModel(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.nn.Linear(3, 3)
+        self.weight = torch.nn.Parameter(torch.full((3,), 0.7))
+
+    def forward(self, x):
+        return Scale.apply(self.linear(x), self.weight).sin()
+
+
+class CheckpointModel(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.nn.Linear(3, 3)
+
+    def forward(self, x):
+        def region(h):
+            return torch.dropout(self.linear(h).sin(), 0.5, self.training)
+
+        return checkpoint(region, x, use_reentrant=False).cos()
+
+
+class BothModel(torch.nn.Module):
+    """A Function, and a region with dropout and the Function inside."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.nn.Linear(3, 3)
+        self.weight = torch.nn.Parameter(torch.full((3,), 0.7))
+
+    def forward(self, x):
+        y = Scale.apply(self.linear(x), self.weight)
+
+        def region(h):
+            return Scale.apply(torch.dropout(h.sin(), 0.5, True), self.weight)
+
+        return checkpoint(region, y, use_reentrant=False).sin()
+
+
+def gradients(module, *args, parameters=None):
+    """Output and gradients of all parameters (None stays None), on a fixed seed."""
+    parameters = dict((parameters or module).named_parameters())
+    for parameter in parameters.values():
+        parameter.grad = None
+    torch.manual_seed(0)
+    output = module(*args)
+    output.sum().backward()
+    return output.detach(), {name: p.grad for name, p in parameters.items()}
+
+
+def assert_same(got, want):
+    torch.testing.assert_close(got[0], want[0])
+    assert got[1].keys() == want[1].keys()
+    for name, grad in want[1].items():
+        if grad is None:
+            assert got[1][name] is None, name
+        else:
+            torch.testing.assert_close(got[1][name], grad)
+
+
+def operators(module):
+    """Names of the two operators in a graph module, bodies included, in order."""
+    names = []
+    for node in module.graph.nodes:
+        if node.op == "call_function" and node.target in (
+            torch.ops.higher_order.autograd_function_apply,
+            torch.ops.higher_order.tag_activation_checkpoint,
+        ):
+            names.append(node.target.__name__)
+            for argument in node.args[:1]:
+                names += operators(getattr(module, argument.target))
+    return names
