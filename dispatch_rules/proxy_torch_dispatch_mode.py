@@ -15,7 +15,7 @@ from torch import fx
 from dispatch_rules import autograd
 from hops import autograd_function_apply as function_operator
 from hops import tag_activation_checkpoint as checkpoint_operator
-from hops._subgraph import emit, name_bodies_in_order
+from hops._subgraph import emit, tidy_body
 from hops._torch import ProxyTorchDispatchMode, reenter_make_fx, set_grad_enabled_silently
 from hops.autograd_function_apply import CallForm, node_options
 from hops.tag_activation_checkpoint import CONTEXT_FN
@@ -117,7 +117,7 @@ def _retrace(
     """Trace a body to ATen with the settings of the trace that runs."""
     with set_grad_enabled_silently(grad_mode), fx.traceback.preserve_node_meta():
         traced = reenter_make_fx(body)(*arguments)
-    name_bodies_in_order(traced)
+    tidy_body(traced)
     return traced
 
 

@@ -32,6 +32,7 @@ from hops._subgraph import (
     leaf_tensors,
     node_of,
     owner_of,
+    track,
 )
 from hops._torch import (
     SYMBOLIC_TYPES,
@@ -39,7 +40,6 @@ from hops._torch import (
     disable_proxy_modes_tracing,
     pre_dispatch_tracer,
     set_grad_enabled_silently,
-    track_tensor_tree,
 )
 from hops.autograd_function_apply import autograd_function_apply, node_options
 from hops.errors import CaptureError
@@ -448,7 +448,7 @@ class _BackwardCapture:
                 gradient = torch.ones_like(value.detach())
                 if grad_mode and position in differentiable:
                     gradient = gradient.requires_grad_().view_as(gradient)
-            _track(gradient, placeholder, self.tracer)
+            track(gradient, fx.Proxy(placeholder, self.tracer), self.tracer)
             gradients.append(gradient)
         return gradients
 
@@ -534,11 +534,6 @@ class _BackwardCapture:
     def _known_node(self, tensor: torch.Tensor) -> fx.Node | None:
         proxy = self.tracer.unwrap_proxy(tensor)
         return proxy.node if isinstance(proxy, fx.Proxy) else None
-
-
-def _track(gradient: torch.Tensor, placeholder: fx.Node, tracer: Any) -> None:
-    proxy = fx.Proxy(placeholder, tracer)
-    track_tensor_tree(gradient, proxy, constant=None, tracer=tracer)
 
 
 @contextmanager

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 from torch._dispatch.python import enable_python_dispatcher
+from torch._dynamo import trace_rules
 from torch._dynamo.variables.builder import wrap_fx_proxy
 from torch._dynamo.variables.higher_order_ops import (
     CheckpointHigherOrderVariable,
@@ -22,7 +23,11 @@ from torch._dynamo.variables.misc import AutogradFunctionVariable
 
 from hops._capture_function import function_name
 from hops._dynamo_functions import NotPython, capture_by_running, installed_name
-from hops._torch import stock_autograd_function_apply, stock_tag_activation_checkpoint
+from hops._torch import (
+    stock_autograd_function_apply,
+    stock_tag_activation_checkpoint,
+    torch_checkpoint,
+)
 
 
 class CapturedFunctionVariable(TorchHigherOrderOperatorVariable):
@@ -136,9 +141,12 @@ def install() -> Callable[[], None]:
         make_variable(TorchHigherOrderOperatorVariable.make)
     )
     AutogradFunctionVariable.call_apply = call_apply_under_export(apply_before)
+    inlined = trace_rules.get_mod_inlinelist()
+    inlined.add(torch_checkpoint.__file__)
 
     def restore() -> None:
         TorchHigherOrderOperatorVariable.make = make_before
         AutogradFunctionVariable.call_apply = apply_before
+        inlined.discard(torch_checkpoint.__file__)
 
     return restore

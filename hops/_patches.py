@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import os
+import sys
 import threading
 import types
 from collections.abc import Callable, Iterator
@@ -25,7 +26,6 @@ from hops._import_hook import after_import
 from hops._subgraph import settle
 from hops._torch import (
     FUNCTIONALIZE,
-    aot_autograd,
     proxy_tensor,
     stock_autograd_function_apply,
     stock_tag_activation_checkpoint,
@@ -236,20 +236,14 @@ def checkpoint_during_capture(args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     return _capture_checkpoint.checkpoint_entered(_original_checkpoint, args, kwargs)
 
 
-def _when_dynamo_is_imported() -> Callable[[], None]:
-    """Dynamo is heavy and often not needed: its sites are patched when it is there.
+def _once_imported(module: str, patch: Callable[[], Callable[[], None]]) -> Callable[[], None]:
+    """Patch a heavy module of torch when it is there: now, or after its import.
 
-    The import of ``torch._dynamo`` is seen through an import hook, so that it
-    does not matter which of the two came first.
+    The import is seen through an import hook, so that it does not matter which
+    of the two came first, and ``import hops`` does not pay for it.
     """
     undo: list[Callable[[], None]] = []
-
-    def patch() -> None:
-        from hops import _dynamo_rules
-
-        undo.append(_dynamo_rules.install())
-
-    stop = after_import("torch._dynamo", patch)
+    stop = after_import(module, lambda: undo.append(patch()))
 
     def restore() -> None:
         stop()
@@ -257,6 +251,17 @@ def _when_dynamo_is_imported() -> Callable[[], None]:
             undo.pop()()
 
     return restore
+
+
+def _patch_dynamo() -> Callable[[], None]:
+    from hops import _dynamo_rules
+
+    return _dynamo_rules.install()
+
+
+def _patch_aot_autograd() -> Callable[[], None]:
+    aot_autograd = sys.modules["torch._functorch.aot_autograd"]
+    return _attribute(aot_autograd, "_aot_export_function", _keeping_node_metadata)
 
 
 SITES = (
@@ -278,16 +283,18 @@ SITES = (
         lambda: _attribute(proxy_tensor._MakefxTracer, "_trace_inner", _with_capture_hooks),
     ),
     Site(
-        "torch._dynamo...TorchHigherOrderOperatorVariable.make",
-        "Dynamo cannot read a graph that holds autograd_function_apply, and would trace the "
-        "body of a captured region anew",
-        _when_dynamo_is_imported,
+        "torch._dynamo: TorchHigherOrderOperatorVariable.make, "
+        "AutogradFunctionVariable.call_apply, rule of checkpoint_sequential",
+        "Dynamo cannot read a graph that holds autograd_function_apply, traces the body of a "
+        "captured region anew, refuses or misreads many Functions under export, and skips "
+        "checkpoint_sequential",
+        lambda: _once_imported("torch._dynamo", _patch_dynamo),
     ),
     Site(
         "torch._functorch.aot_autograd._aot_export_function",
         "aot_export_module traces its joint graph a second time and drops what the first "
         "trace wrote on the nodes: recompute, ac_graph_id",
-        lambda: _attribute(aot_autograd, "_aot_export_function", _keeping_node_metadata),
+        lambda: _once_imported("torch._functorch.aot_autograd", _patch_aot_autograd),
     ),
 )
 

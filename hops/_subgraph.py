@@ -29,7 +29,12 @@ import torch
 from torch import fx
 
 from hops.errors import CaptureError
-from hops._torch import SymbolicValues, is_traceable_wrapper_subclass, track_tensor_tree
+from hops._torch import (
+    SymbolicValues,
+    disable_proxy_modes_tracing,
+    is_traceable_wrapper_subclass,
+    track_tensor_tree,
+)
 
 _BODIES = "_hops_closed_bodies"
 
@@ -225,7 +230,7 @@ class Recording:
         module = fx.GraphModule(dict(nested), self.graph)
         for target in nested:
             delattr(root, target)
-        name_bodies_in_order(module)
+        tidy_body(module)
         name = self.tracer.get_fresh_qualname(prefix)
         root.register_module(name, module)
         return self.tracer.create_node("get_attr", name, (), {})
@@ -260,9 +265,10 @@ def _is_size_of(node: fx.Node) -> bool:
     )
 
 
-def name_bodies_in_order(module: fx.GraphModule) -> None:
+def tidy_body(module: fx.GraphModule) -> None:
     """Number the nested bodies of a body from 0, so that its text does not
-    depend on what was captured before it."""
+    depend on what was captured before it, and give its nodes the module paths
+    of the user's model, as torch.export does for the nodes of the outer graph."""
     counts: dict[str, int] = {}
     renamed: dict[str, str] = {}
     moved: dict[str, torch.nn.Module] = {}
@@ -280,7 +286,30 @@ def name_bodies_in_order(module: fx.GraphModule) -> None:
         if node.op == "get_attr":
             node.target = renamed[node.target]
             node._rename(node.target)
+        stack = node.meta.get("nn_module_stack")
+        if stack:
+            node.meta["nn_module_stack"] = _without_export_root(stack)
     module.recompile()
+
+
+_EXPORT_ROOT = "_export_root"
+
+
+def _without_export_root(stack: dict[str, Any]) -> dict[str, Any]:
+    """A module stack without the wrapper that torch.export puts around the model."""
+    if not any(path.split(".")[0] == _EXPORT_ROOT for path, _ in stack.values()):
+        return stack
+    cleaned = {}
+    for key, (path, kind) in stack.items():
+        if not path.startswith(_EXPORT_ROOT):
+            continue
+        path = path.removeprefix(_EXPORT_ROOT).removeprefix(".")
+        if not path:
+            key = "L__self__"
+        elif key.startswith(_EXPORT_ROOT):
+            key = "L__self__" + key.removeprefix(_EXPORT_ROOT).removeprefix(".")
+        cleaned[key] = (path, kind)
+    return cleaned
 
 
 def emit(
@@ -305,7 +334,7 @@ def emit(
             metadata.append(None)
             continue
         slot = proxy[position]
-        track_tensor_tree(value, slot, constant=None, tracer=tracer)
+        track(value, slot, tracer)
         metadata.append(slot.node.meta["val"])
     node.meta["val"] = tuple(metadata)
     return node
@@ -315,6 +344,12 @@ def owner_of(node: fx.Node, tracer: Any) -> torch.nn.Module:
     """The module whose graph ``node`` lies in."""
     owner = node.graph.owning_module
     return tracer.root if owner is None else owner
+
+
+def track(value: Any, proxy: fx.Proxy, tracer: Any) -> None:
+    """Let the tracer know ``value`` by ``proxy`` from now on."""
+    with disable_proxy_modes_tracing():
+        track_tensor_tree(value, proxy, constant=None, tracer=tracer)
 
 
 def add_output(

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 import torch.utils.checkpoint as torch_checkpoint
 from torch._C import DispatchKey
-from torch._functorch import aot_autograd
 from torch._functorch import autograd_function as stock_autograd_function
 from torch._higher_order_ops import wrap as stock_wrap
 from torch._higher_order_ops.utils import reenter_make_fx
@@ -31,7 +30,6 @@ from torch.fx.experimental.proxy_tensor import (
     get_proxy_mode,
     track_tensor_tree,
 )
-from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 __all__ = [
@@ -46,7 +44,6 @@ __all__ = [
     "StockAutogradFunctionApply",
     "StockTagActivationCheckpoint",
     "SymbolicValues",
-    "aot_autograd",
     "compiler_is_tracing",
     "disable_proxy_modes_tracing",
     "fake_conversion_allowed",
@@ -195,7 +192,7 @@ class SymbolicValues:
             kept = {
                 symbol: value
                 for symbol, value in self._tracer.sympy_expr_tracker.items()
-                if symbol in self._expressions or free_unbacked_symbols(symbol)
+                if symbol in self._expressions or _has_unbacked_symbols(symbol)
             }
             self._tracer.sympy_expr_tracker.clear()
             self._tracer.sympy_expr_tracker.update(kept)
@@ -207,7 +204,14 @@ class SymbolicValues:
 
 def _is_unbacked(sym_node: Any) -> bool:
     expression = getattr(sym_node, "expr", None)
-    return expression is not None and bool(free_unbacked_symbols(expression))
+    return expression is not None and _has_unbacked_symbols(expression)
+
+
+def _has_unbacked_symbols(expression: Any) -> bool:
+    # Imported late: it brings sympy, which costs more than all of hops.
+    from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+
+    return bool(free_unbacked_symbols(expression))
 
 
 _tag_implementation = getattr(stock_wrap, "tag_activation_checkpoint_impl", None)

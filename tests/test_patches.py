@@ -1,0 +1,100 @@
+"""Installing and taking back the patch."""
+
+import copy
+import subprocess
+import sys
+
+import torch
+from models import FunctionModel, operators
+
+import hops
+from hops import _patches
+
+
+def snapshot():
+    from torch._dynamo.variables.higher_order_ops import TorchHigherOrderOperatorVariable
+    from torch._dynamo.variables.misc import AutogradFunctionVariable
+    from torch._functorch import aot_autograd
+    from torch.fx.experimental.proxy_tensor import _MakefxTracer
+
+    function = torch.ops.higher_order.autograd_function_apply
+    region = torch.ops.higher_order.tag_activation_checkpoint
+    tables = [
+        {k: id(v) for k, v in table.items()}
+        for operator in (function, region)
+        for table in (operator.py_kernels, operator.python_key_table, operator._dispatch_cache)
+    ]
+    return (
+        type(function),
+        type(region),
+        function.non_fallthrough_keys,
+        copy.copy(tables),
+        _MakefxTracer.__dict__["_trace_inner"],
+        aot_autograd._aot_export_function,
+        TorchHigherOrderOperatorVariable.__dict__["make"],
+        AutogradFunctionVariable.__dict__["call_apply"],
+        torch.utils.checkpoint.checkpoint,
+    )
+
+
+def export():
+    ep = torch.export.export(FunctionModel(), (torch.ones(2, 3),), strict=False)
+    return operators(ep.graph_module)
+
+
+def test_uninstall_gives_torch_back_and_install_takes_it_again():
+    installed = snapshot()
+    try:
+        hops.uninstall()
+        stock = snapshot()
+        assert export() == []
+        hops.install()
+        hops.install()
+        assert export() == ["autograd_function_apply"]
+        hops.uninstall()
+        assert snapshot()[:3] == stock[:3] and snapshot()[4:] == stock[4:]
+        assert export() == []
+    finally:
+        hops.install()
+    assert [type(x) for x in installed] == [type(x) for x in snapshot()]
+    assert export() == ["autograd_function_apply"]
+
+
+def test_a_fresh_process_gets_back_exactly_what_stock_had():
+    program = (
+        "import sys; sys.path.insert(0, 'tests'); import torch, torch._dynamo;"
+        "from torch._functorch.autograd_function import autograd_function_apply as f;"
+        "from torch._higher_order_ops.wrap import tag_activation_checkpoint as r;"
+        "see = lambda: [(type(o), o.non_fallthrough_keys, o.py_kernels.copy(),"
+        " o.python_key_table.copy(), o.functorch_table.copy()) for o in (f, r)];"
+        "before = see(); import hops; assert see() != before; hops.uninstall();"
+        "assert see() == before"
+    )
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", program], capture_output=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_hops_disable_leaves_torch_alone(monkeypatch):
+    program = (
+        "import torch, hops; from torch._functorch.autograd_function import AutogradFunctionApply;"
+        "assert type(torch.ops.higher_order.autograd_function_apply) is AutogradFunctionApply"
+    )
+    monkeypatch.setenv("HOPS_DISABLE", "1")
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", program], capture_output=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_nothing_is_hooked_outside_a_capture():
+    meta = type(torch.autograd.Function)
+    assert "__getattribute__" not in meta.__dict__
+    assert _patches._checkpoint.__code__ is _patches._checkpoint_code
+    export()
+    assert "__getattribute__" not in meta.__dict__
+    assert _patches._checkpoint.__code__ is _patches._checkpoint_code
+
+
+def test_doctor_lists_every_site():
+    printed = _patches.doctor()
+    for site in _patches.SITES:
+        assert site.where in printed
+    assert torch.__version__ in printed
