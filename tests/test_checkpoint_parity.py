@@ -10,6 +10,7 @@ import copy
 import inspect
 import io
 import itertools
+import logging
 import sys
 import warnings
 from dataclasses import dataclass
@@ -36,6 +37,18 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::FutureWarning"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
 ]
+
+
+
+@pytest.fixture(autouse=True)
+def isolated(monkeypatch):
+    """Keep what a failing replay leaves behind from the tests that follow."""
+    # `debug=True` logs in a way that pytest's log capture turns into an exception, in eager too.
+    monkeypatch.setattr(logging, "raiseExceptions", False)
+    yield
+    torch.set_autocast_enabled("cpu", False)
+    torch.clear_autocast_cache()
+    torch.set_grad_enabled(True)
 
 
 # ------------------------------------------------------------------------------------- one step

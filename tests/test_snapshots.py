@@ -96,7 +96,6 @@ class body:
         wrap_body_0 = self.wrap_body_0
         tag_activation_checkpoint = torch.ops.higher_order.tag_activation_checkpoint(wrap_body_0, x_1, weight_1, use_reentrant = False, preserve_rng_state = True, determinism_check = 'default', debug = False, early_stop = True, form = 1)
         getitem = tag_activation_checkpoint[0]
-        empty_strided = torch.ops.aten.empty_strided.default([2, 3], [3, 1], dtype = torch.float32, device = device(type='cpu'), pin_memory = False)
         return getitem
     class wrap_body_0(torch.nn.Module):
         def forward(self, arg0_1, arg1_1):
@@ -104,7 +103,6 @@ class body:
             bwd_body_0 = self.bwd_body_0
             autograd_function_apply = torch.ops.higher_order.autograd_function_apply(fwd_body_0, bwd_body_0, arg0_1, arg1_1, name = 'models.Scale', num_outputs = 1, num_inputs = 2, saved_for_backward_idx = [0, 1])
             getitem = autograd_function_apply[0]
-            empty_strided = torch.ops.aten.empty_strided.default([2, 3], [3, 1], dtype = torch.float32, device = device(type='cpu'), pin_memory = False)
             sin = torch.ops.aten.sin.default(getitem)
             return (sin,)
         class fwd_body_0(torch.nn.Module):
@@ -113,7 +111,6 @@ class body:
                 return (mul, arg1_1, arg0_1)
         class bwd_body_0(torch.nn.Module):
             def forward(self, arg0_1, arg1_1, arg2_1):
-                empty_strided = torch.ops.aten.empty_strided.default([2, 3], [3, 1], dtype = torch.float32, device = device(type='cpu'), pin_memory = False)
                 mul = torch.ops.aten.mul.Tensor(arg0_1, arg1_1)
                 mul_1 = torch.ops.aten.mul.Tensor(mul, 2)
                 mul_2 = torch.ops.aten.mul.Tensor(arg0_1, arg2_1)
