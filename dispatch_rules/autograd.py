@@ -162,7 +162,7 @@ def tag_activation_checkpoint(body: Any, *operands: Any, **options: Any) -> Any:
     if is_kept(operator) and compiler_is_tracing():
         with torch._C._AutoDispatchBelowAutograd():
             return operator(body, *operands, **options)
-    context_fn = context_fn_of(body)
+    context_fn = context_fn_of(body, options)
     if compiler_is_tracing():
         return tag_for_partitioner(body, *operands, **options)
     if not torch.is_grad_enabled() or not _anything_requires_grad(body, operands):

@@ -15,15 +15,14 @@ from torch import fx
 from dispatch_rules import autograd
 from hops import autograd_function_apply as function_operator
 from hops import tag_activation_checkpoint as checkpoint_operator
+from hops._policy import record_policy
 from hops._subgraph import emit, tidy_body
 from hops._torch import ProxyTorchDispatchMode, reenter_make_fx, set_grad_enabled_silently
 from hops.autograd_function_apply import CallForm, node_options
 from hops.tag_activation_checkpoint import CONTEXT_FN
 
 
-def autograd_function_apply(
-    mode: Any, fwd: Any, bwd: Any, *operands: Any, **options: Any
-) -> Any:
+def autograd_function_apply(mode: Any, fwd: Any, bwd: Any, *operands: Any, **options: Any) -> Any:
     result = autograd.autograd_function_apply(fwd, bwd, *operands, **options)
     if not mode.enable_tracing:
         return result
@@ -37,9 +36,7 @@ def autograd_function_apply(
     bodies = {
         "fwd": _retrace(_flat_forward(form), operands, grad_mode=False),
     }
-    gradients = [
-        torch.ones_like(v) if isinstance(v, torch.Tensor) else None for v in outputs
-    ]
+    gradients = [torch.ones_like(v) if isinstance(v, torch.Tensor) else None for v in outputs]
     for key, body in [("bwd", bwd), *_other_backwards(options)]:
         absent = key.removeprefix("bwd").removeprefix("_without_").split("_")
         given = [None if str(i) in absent else g for i, g in enumerate(gradients)]
@@ -60,7 +57,13 @@ def autograd_function_apply(
         **nodes,
     }
     visible = result if isinstance(result, tuple) else (result,)
-    emit(tracer, function_operator.autograd_function_apply, arguments, node_options(keywords), visible)
+    emit(
+        tracer,
+        function_operator.autograd_function_apply,
+        arguments,
+        node_options(keywords),
+        visible,
+    )
     return result
 
 
@@ -98,6 +101,8 @@ def tag_activation_checkpoint(mode: Any, body: Any, *operands: Any, **options: A
     traced = _retrace(lambda *v: function_operator.run_body(body, v), operands, grad_mode=True)
     if CONTEXT_FN in body.meta:
         traced.meta[CONTEXT_FN] = body.meta[CONTEXT_FN]
+        if "policy" not in options:
+            options["policy"] = record_policy(traced, operands)
     node = _register(tracer, "wrap_body_", traced)
     arguments = (node, *map(_argument(tracer), operands))
     visible = tuple(result) if isinstance(result, (tuple, list)) else (result,)
@@ -111,9 +116,7 @@ def tag_activation_checkpoint(mode: Any, body: Any, *operands: Any, **options: A
     return result
 
 
-def _retrace(
-    body: Callable[..., Any], arguments: Sequence[Any], grad_mode: bool
-) -> fx.GraphModule:
+def _retrace(body: Callable[..., Any], arguments: Sequence[Any], grad_mode: bool) -> fx.GraphModule:
     """Trace a body to ATen with the settings of the trace that runs."""
     with set_grad_enabled_silently(grad_mode), fx.traceback.preserve_node_meta():
         traced = reenter_make_fx(body)(*arguments)

@@ -18,6 +18,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import fx
 
+from hops._policy import record_policy
 from hops._subgraph import ClosedBody, Recording, add_output, close_body, emit, node_of, owner_of
 from hops._torch import (
     CHECKPOINT_KEYWORDS,
@@ -27,6 +28,7 @@ from hops._torch import (
     torch_checkpoint,
 )
 from hops.tag_activation_checkpoint import CONTEXT_FN, node_options, tag_activation_checkpoint
+
 
 def checkpoint_entered(
     original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -134,6 +136,8 @@ def _write(region: Recording, leaves: list[Any], options: dict[str, Any]) -> Non
     context_fn = options.get("context_fn")
     if context_fn is not None and context_fn is not torch_checkpoint.noop_context_fn:
         module.meta[CONTEXT_FN] = context_fn
+        values = [p.meta["val"] for p in module.graph.find_nodes(op="placeholder")]
+        options = {**options, "policy": record_policy(module, values)}
     call = emit(
         tracer,
         tag_activation_checkpoint,

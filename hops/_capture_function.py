@@ -95,13 +95,9 @@ def _may_record(function: type) -> bool:
     )
 
 
-def _record_old_style(
-    function: type, forward: Callable[..., Any], ctx: Any, *args: Any
-) -> Any:
+def _record_old_style(function: type, forward: Callable[..., Any], ctx: Any, *args: Any) -> Any:
     recorded = RecordedContext(function, tuple(ctx.needs_input_grad))
-    outputs = _Capture(function, recorded, args).run(
-        lambda: forward(recorded, *args)
-    )
+    outputs = _Capture(function, recorded, args).run(lambda: forward(recorded, *args))
     recorded.copy_to(ctx)
     return outputs
 
@@ -232,8 +228,7 @@ class _Capture:
         }
         bwd = bwd_nodes.pop("bwd")
         visible = tuple(
-            value if isinstance(value, (torch.Tensor, *SYMBOLIC_TYPES)) else None
-            for value in slots
+            value if isinstance(value, (torch.Tensor, *SYMBOLIC_TYPES)) else None for value in slots
         )
         options.update(bwd_nodes)
         node = emit(
@@ -337,8 +332,7 @@ class _BackwardCapture:
             for node in self._free_nodes(body, gradients):
                 saved.setdefault(self._in_forward(body, node))
         bodies = [
-            (key, body, self._bind(body, gradients, list(saved)))
-            for key, body, gradients in traced
+            (key, body, self._bind(body, gradients, list(saved))) for key, body, gradients in traced
         ]
         return bodies, list(saved), self._through_save_for_backward(list(saved))
 
@@ -498,9 +492,7 @@ class _BackwardCapture:
             return self.call.forward.lift_attribute(str(node.target))
         return self.call.forward.lift(node)
 
-    def _bind(
-        self, body: Recording, gradients: list[Any], saved: list[fx.Node]
-    ) -> tuple[Any, ...]:
+    def _bind(self, body: Recording, gradients: list[Any], saved: list[fx.Node]) -> tuple[Any, ...]:
         """Make the saved values the last placeholders of the body, in this order.
 
         Returns:

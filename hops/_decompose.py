@@ -26,7 +26,7 @@ def is_kept(operator: Any) -> bool:
 
 @contextmanager
 def _keeping(operators: frozenset[Any]) -> Iterator[None]:
-    before = getattr(_state, "kept", frozenset())
+    before: frozenset[Any] = getattr(_state, "kept", frozenset())
     _state.kept = operators
     try:
         yield

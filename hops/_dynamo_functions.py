@@ -31,7 +31,7 @@ class NotPython(Exception):
     """A value of Dynamo's cannot be given to real Python code."""
 
 
-def capture_by_running(tx: Any, function: type, args: Any, kwargs: Any) -> Any:
+def capture_by_running(tx: Any, function: Any, args: Any, kwargs: Any) -> Any:
     """Run ``function.apply(*args, **kwargs)`` on fake values and write what was captured.
 
     Raises:

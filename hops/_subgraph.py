@@ -352,9 +352,7 @@ def track(value: Any, proxy: fx.Proxy, tracer: Any) -> None:
         track_tensor_tree(value, proxy, constant=None, tracer=tracer)
 
 
-def add_output(
-    node: fx.Node, body: fx.GraphModule, inner: fx.Node, position: int
-) -> fx.Node:
+def add_output(node: fx.Node, body: fx.GraphModule, inner: fx.Node, position: int) -> fx.Node:
     """Give a call of an operator one more output, at ``position`` of its body's
     output tuple, and return the node of it in the enclosing graph.
 

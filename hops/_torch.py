@@ -54,6 +54,8 @@ __all__ = [
     "pre_dispatch_tracer",
     "proxy_tensor",
     "reenter_make_fx",
+    "sac_context",
+    "sac_ignored_operations",
     "selective_checkpoint_modes",
     "set_grad_enabled_silently",
     "stock_autograd_function_apply",
@@ -67,6 +69,7 @@ StockAutogradFunctionApply = stock_autograd_function.AutogradFunctionApply
 StockTagActivationCheckpoint = stock_wrap.TagActivationCheckpoint
 stock_autograd_function_apply = stock_autograd_function.autograd_function_apply
 stock_tag_activation_checkpoint = stock_wrap.tag_activation_checkpoint
+
 
 class FUNCTIONALIZE:
     """Stands for functionalization in the rule table.
@@ -96,6 +99,20 @@ selective_checkpoint_modes = (
     torch_checkpoint._CachingTorchDispatchMode,
     torch_checkpoint._CachedTorchDispatchMode,
 )
+
+#: Operations that a selective policy is not asked about.
+sac_ignored_operations = torch_checkpoint.SAC_IGNORED_OPS
+
+
+def sac_context(is_recompute: bool, output: Any) -> Any:
+    """What a policy is told about a call; ``op_output`` came with torch 2.10."""
+    parameters = inspect.signature(torch_checkpoint.SelectiveCheckpointContext).parameters
+    if "op_output" in parameters:
+        return torch_checkpoint.SelectiveCheckpointContext(
+            is_recompute=is_recompute, op_output=output
+        )
+    return torch_checkpoint.SelectiveCheckpointContext(is_recompute=is_recompute)
+
 
 _non_strict_flag = getattr(torch.compiler, "_is_non_strict_tracing", None)
 
@@ -173,9 +190,7 @@ class SymbolicValues:
         self._entries = dict(entries)
         self._expressions = dict(getattr(tracer, "sympy_expr_tracker", ()))
         self._pending = [
-            (thunk, thunk.f)
-            for thunk in entries.values()
-            if getattr(thunk, "f", None) is not None
+            (thunk, thunk.f) for thunk in entries.values() if getattr(thunk, "f", None) is not None
         ]
 
     def restore(self) -> None:

@@ -8,7 +8,7 @@ buffers, closures.  Keywords are those of ``torch.utils.checkpoint.checkpoint``
 (``use_reentrant``, ``preserve_rng_state``, ``determinism_check``, ``debug``,
 ``early_stop``), as the user gave them, and ``form`` (:data:`FORM`).  A selective policy is kept as
 ``body.meta["_checkpoint_context_fn"]`` while the process lives; what it decided
-for each operation is kept on the nodes of the body (``hops._policy``).
+for each operation is the keyword ``policy`` (``hops._policy``).
 
 Upstream: ``torch/_higher_order_ops/wrap.py``, pytorch#103953.
 """
@@ -38,6 +38,7 @@ KEYWORDS = frozenset(CHECKPOINT_KEYWORDS) | {
     "preserve_rng_state",
     "respect_saved_tensors_hooks",
     "form",
+    "policy",
 }
 
 #: Where a body keeps its selective policy (stock torch's key).
@@ -71,7 +72,10 @@ _KEPT_OPTIONS = ("use_reentrant", "preserve_rng_state", "determinism_check", "de
 def node_options(options: dict[str, Any]) -> dict[str, Any]:
     """The keywords of a node in ATen form: all that say how the region is run."""
     defaults = {"early_stop": True, **CHECKPOINT_KEYWORDS}
-    return {name: options.get(name, defaults[name]) for name in _KEPT_OPTIONS} | {"form": FORM}
+    kept = {name: options.get(name, defaults[name]) for name in _KEPT_OPTIONS}
+    if "policy" in options:
+        kept["policy"] = options["policy"]
+    return {**kept, "form": FORM}
 
 
 def validate(body: Any, operands: Sequence[Any], options: dict[str, Any]) -> None:

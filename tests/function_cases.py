@@ -17,7 +17,6 @@ shows in the gradients.
 from __future__ import annotations
 
 import collections
-import copy
 import dataclasses
 from collections.abc import Callable
 from typing import Any
@@ -54,8 +53,6 @@ class Case:
     tracing_mode: str = "fake"
     #: What makes ``torch.export.save`` refuse the program with or without hops.
     unsaveable: bool = False
-    #: Keep this order of strides in gradients of outputs: layout matters.
-    kwargs: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
 CASES: dict[str, Case] = {}
@@ -500,7 +497,7 @@ def mark_dirty_on_a_buffer():
     return Model(body, running=torch.ones(3)), (tensor(),)
 
 
-@case()
+@case(calls=1)
 def mark_dirty_on_a_view_of_a_buffer():
     class Update(Function):
         @staticmethod
@@ -633,8 +630,6 @@ def integer_and_bool_outputs_without_materialized_grads():
 
 
 class _Two(Function):
-    materialize = False
-
     @staticmethod
     def forward(ctx, x):
         ctx.set_materialize_grads(False)
@@ -1016,10 +1011,10 @@ def a_module_as_an_argument():
     return model, (tensor(),)
 
 
-class _Keywords(Function):
+class _Defaults(Function):
     @staticmethod
-    def forward(x, weight, factor=2.0, *, power=3):
-        return x * weight * factor * power
+    def forward(x, weight, factor=2.0):
+        return x * weight * factor
 
     @staticmethod
     def setup_context(ctx, inputs, output):
@@ -1030,15 +1025,6 @@ class _Keywords(Function):
     def backward(ctx, grad):
         x, weight = ctx.saved_tensors
         return grad * weight * ctx.factor, (grad * x).sum(0), None
-
-
-class _Defaults(Function):
-    @staticmethod
-    def forward(x, weight, factor=2.0):
-        return x * weight * factor
-
-    setup_context = _Keywords.setup_context
-    backward = _Keywords.backward
 
 
 @case()
@@ -1782,11 +1768,9 @@ def a_parameter_subclass():
 def a_wrapper_subclass():
     from torch.testing._internal.two_tensor import TwoTensor
 
-    def body(self, x):
-        y = TwoTensor(x * self.weight, x * 2)
-        return _Any.apply(y).a
-
-    return Model(body), (tensor(),)
+    model = Model(lambda self, x: _Any.apply(x * self.pair))
+    model.pair = nn.Parameter(TwoTensor(torch.rand(3), torch.rand(3)))
+    return model, (TwoTensor(torch.rand(2, 3), torch.rand(2, 3)).requires_grad_(),)
 
 
 def _process_group():
@@ -2127,7 +2111,7 @@ def a_parameter_through_a_closure():
     return Model(body), (tensor(),)
 
 
-@case()
+@case(calls=-1)
 def only_a_captured_parameter_requires_grad():
     def body(self, x):
         class Closure(Function):
@@ -2411,7 +2395,9 @@ def enable_grad_within_no_grad():
 
 @case()
 def no_input_but_parameters():
-    return Model0(lambda self: Scale.apply(self.matrix, self.weight), matrix=nn.Parameter(torch.rand(2, 3))), ()
+    return Model0(
+        lambda self: Scale.apply(self.matrix, self.weight), matrix=nn.Parameter(torch.rand(2, 3))
+    ), ()
 
 
 def fresh(name: str) -> tuple[nn.Module, tuple[Any, ...]]:
@@ -2419,7 +2405,3 @@ def fresh(name: str) -> tuple[nn.Module, tuple[Any, ...]]:
     torch.manual_seed(1)
     module, args = CASES[name].build()
     return module, args
-
-
-def copied(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    return copy.deepcopy(args)

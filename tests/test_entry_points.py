@@ -185,7 +185,9 @@ def test_bodies_keep_module_stack_and_stack_trace():
             return checkpoint(self.inner, x, use_reentrant=False)
 
     ep = torch.export.export(Block(), (torch.ones(2, 3),), strict=False)
-    (node,) = [n for n in ep.graph.nodes if n.target.__class__.__name__ == "TagActivationCheckpoint"]
+    (node,) = [
+        n for n in ep.graph.nodes if n.target.__class__.__name__ == "TagActivationCheckpoint"
+    ]
     parts = hops.checkpoint_parts(node)
     (linear,) = [n for n in parts.body.graph.nodes if n.op == "call_function"]
     assert any(path == "inner" for path, _ in linear.meta["nn_module_stack"].values())
