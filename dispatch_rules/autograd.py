@@ -24,6 +24,7 @@ from hops._torch import (
     DispatchKey,
     compiler_is_tracing,
     mark_saved_without_version_check,
+    set_grad_enabled_silently,
     tag_for_partitioner,
     torch_checkpoint,
 )
@@ -44,8 +45,11 @@ def autograd_function_apply(fwd: Any, bwd: Any, *operands: Any, **options: Any) 
             return operator(fwd, bwd, *operands, **options)
     form = CallForm(fwd, bwd, operands, options)
     inputs = operands[: form.num_inputs]
-    if not torch.is_grad_enabled() or not any(map(_requires_grad, inputs)):
+    if not torch.is_grad_enabled():
         return form.visible(form.forward(operands)[0])
+    if not any(map(_requires_grad, inputs)):
+        with set_grad_enabled_silently(False):
+            return form.visible(form.forward(operands)[0])
     if "needs_input_grad" in options:
         _check_needs_input_grad(form, inputs)
     node = _node_class(form.name, "once_differentiable" in options)

@@ -17,19 +17,26 @@ from hops import autograd_function_apply as function_operator
 from hops import tag_activation_checkpoint as checkpoint_operator
 from hops._policy import record_policy
 from hops._subgraph import emit, tidy_body
-from hops._torch import ProxyTorchDispatchMode, reenter_make_fx, set_grad_enabled_silently
+from hops._torch import (
+    ProxyTorchDispatchMode,
+    detect_fake_mode,
+    reenter_make_fx,
+    set_grad_enabled_silently,
+    unbacked_symbols_bound,
+)
 from hops.autograd_function_apply import CallForm, node_options
 from hops.tag_activation_checkpoint import CONTEXT_FN
 
 
 def autograd_function_apply(mode: Any, fwd: Any, bwd: Any, *operands: Any, **options: Any) -> Any:
-    result = autograd.autograd_function_apply(fwd, bwd, *operands, **options)
+    with unbacked_symbols_bound(detect_fake_mode(operands)):
+        result = autograd.autograd_function_apply(fwd, bwd, *operands, **options)
     if not mode.enable_tracing:
         return result
     form = CallForm(fwd, bwd, operands, options)
     if "num_outputs" not in options:
         form.run = _run_dynamo_body
-    with set_grad_enabled_silently(False):
+    with unbacked_symbols_bound(detect_fake_mode(operands)), set_grad_enabled_silently(False):
         outputs, saved = form.forward(operands)
     tracer = mode.tracer
     num_outputs = len(outputs)
@@ -94,7 +101,8 @@ def _flat_backward(form: CallForm, body: Any, num_operands: int) -> Callable[...
 
 
 def tag_activation_checkpoint(mode: Any, body: Any, *operands: Any, **options: Any) -> Any:
-    result = autograd.tag_activation_checkpoint(body, *operands, **options)
+    with unbacked_symbols_bound(detect_fake_mode(operands)):
+        result = autograd.tag_activation_checkpoint(body, *operands, **options)
     if not mode.enable_tracing:
         return result
     tracer = mode.tracer

@@ -278,7 +278,7 @@ def _add_output(tracer: Any, call: fx.Node, inner: fx.Node) -> fx.Node:
     owner = owner_of(call, tracer)
     for body in (call.args[1], *call.kwargs.values()):
         if isinstance(body, fx.Node) and body.op == "get_attr":
-            _insert_placeholder(getattr(owner, str(body.target)), position)
+            _insert_placeholder(getattr(owner, str(body.target)), position, inner)
     call.kwargs = {
         **call.kwargs,
         "num_outputs": position + 1,
@@ -288,7 +288,7 @@ def _add_output(tracer: Any, call: fx.Node, inner: fx.Node) -> fx.Node:
     return add_output(call, forward, inner, position)
 
 
-def _insert_placeholder(body: fx.GraphModule, position: int) -> None:
+def _insert_placeholder(body: fx.GraphModule, position: int, like: fx.Node) -> None:
     placeholders = body.graph.find_nodes(op="placeholder")
     if position < len(placeholders):
         where = body.graph.inserting_before(placeholders[position])
@@ -297,7 +297,8 @@ def _insert_placeholder(body: fx.GraphModule, position: int) -> None:
     else:
         where = body.graph.inserting_before(next(iter(body.graph.nodes)))
     with where:
-        body.graph.placeholder(f"escaped_{position}")
+        placeholder = body.graph.placeholder(f"escaped_{position}")
+    placeholder.meta["val"] = like.meta.get("val")
     body.recompile()
 
 

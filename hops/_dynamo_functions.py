@@ -18,13 +18,12 @@ from torch import fx
 from torch._dynamo.utils import set_example_value
 from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.builder import wrap_fx_proxy
-from torch._dynamo.variables.builtin import BuiltinVariable
 from torch._dynamo.variables.constant import ConstantVariable
 from torch._dynamo.variables.lists import ListVariable, TupleVariable
 from torch._dynamo.variables.tensor import SymNodeVariable, TensorVariable
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from hops._torch import fake_conversion_allowed
+from hops._torch import fake_conversion_allowed, unbacked_symbols_bound
 
 
 class NotPython(Exception):
@@ -51,7 +50,8 @@ def capture_by_running(tx: Any, function: Any, args: Any, kwargs: Any) -> Any:
         return [leaf for leaf in pytree.tree_leaves(result) if _is_graph_value(leaf)]
 
     with tx.output.fake_mode, fake_conversion_allowed(tx.output.fake_mode):
-        traced = make_fx(run, pre_dispatch=True)(*inputs.values)
+        with unbacked_symbols_bound(tx.output.fake_mode):
+            traced = make_fx(run, pre_dispatch=True)(*inputs.values)
     free = _free_values(tx, traced)
     outputs = _splice(tx, traced, inputs.proxies, free)
     return _rebuild(tx, returned[0], outputs)
@@ -97,8 +97,11 @@ class _Inputs:
 
 
 def _python_value(variable: Any) -> Any:
-    if variable.is_python_constant():
-        return variable.as_python_constant()
+    try:
+        if variable.is_python_constant():
+            return variable.as_python_constant()
+    except NotImplementedError:
+        raise NotPython from None
     value = getattr(variable, "value", None)
     if value is None or isinstance(value, torch.Tensor) or variable.source is None:
         raise NotPython
@@ -150,9 +153,8 @@ def _module_of(tx: Any, variable: Any) -> torch.nn.Module | None:
 
 def _attribute(tx: Any, variable: Any, path: str) -> Any:
     for name in path.split("."):
-        getattr_ = BuiltinVariable(getattr)
-        variable = getattr_.call_function(tx, [variable, ConstantVariable.create(name)], {})
-    return variable.realize()
+        variable = variable.var_getattr(tx, name).realize()
+    return variable
 
 
 def _splice(tx: Any, traced: fx.GraphModule, inputs: Any, free: dict[str, Any]) -> list[Any]:
@@ -163,7 +165,8 @@ def _splice(tx: Any, traced: fx.GraphModule, inputs: Any, free: dict[str, Any]) 
         if node.op == "placeholder":
             proxies[node] = next(remaining)
         elif node.op == "get_attr":
-            proxies[node] = free.get(node.target) or _body_proxy(tx, traced, node)
+            found = node.target in free
+            proxies[node] = free[node.target] if found else _body_proxy(tx, traced, node)
         elif node.op == "output":
             return [proxies[leaf] for leaf in pytree.tree_leaves(node.args[0])]
         else:

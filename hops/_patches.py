@@ -23,14 +23,18 @@ from torch import fx
 from dispatch_rules import TABLE
 from hops import _capture_checkpoint, _capture_function
 from hops._import_hook import after_import
-from hops._subgraph import settle
+from hops._subgraph import settle, track
 from hops._torch import (
     FUNCTIONALIZE,
+    FakeTensor,
+    ProxyTorchDispatchMode,
+    custom_function_call,
     proxy_tensor,
     stock_autograd_function_apply,
     stock_tag_activation_checkpoint,
     torch_checkpoint,
 )
+from hops.errors import CaptureError
 from hops.autograd_function_apply import AutogradFunctionApply
 from hops.tag_activation_checkpoint import TagActivationCheckpoint
 
@@ -153,11 +157,62 @@ def _settled_afterwards(tracer: Any) -> Iterator[None]:
         settle(graph, tracer)
         return graph
 
+    create_arg = tracer.create_arg
+
+    def create_arg_of_alias(value: Any) -> Any:
+        if isinstance(value, FakeTensor) and value not in tracer.tensor_tracker:
+            value = tracer.unwrap_proxy(_tracked_alias(value, tracer))
+        return create_arg(value)
+
     tracer.trace = trace_and_settle
+    tracer.create_arg = create_arg_of_alias
     try:
         yield
     finally:
         del tracer.trace
+        del tracer.create_arg
+
+
+def _tracked_alias(tensor: torch.Tensor, tracer: Any) -> torch.Tensor:
+    """A tensor that the tracer knows and that is the same view of the same storage;
+    a new node for another view of a storage that it knows.
+
+    Autograd keeps the output of an operation (exp, tanh, ...) for its backward
+    as a detached alias, and decomposes composites (the transpose inside
+    linear), all below the tracer; so a call of ``torch.autograd.grad`` inside
+    captured code would turn such tensors into constants.
+    """
+    storage = tensor.untyped_storage()._cdata
+    aliases = [
+        known
+        for known in list(tracer.tensor_tracker.keys())
+        if isinstance(known, FakeTensor)
+        and known.dtype == tensor.dtype
+        and known.untyped_storage()._cdata == storage
+    ]
+    for known in aliases:
+        if _same_view(known, tensor):
+            return known
+    if aliases:
+        _record_view(aliases[0], tensor, tracer)
+    return tensor
+
+
+def _same_view(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return (
+        one.shape == other.shape
+        and one.stride() == other.stride()
+        and one.storage_offset() == other.storage_offset()
+    )
+
+
+def _record_view(base: torch.Tensor, view: torch.Tensor, tracer: Any) -> None:
+    layout = (list(view.shape), list(view.stride()), view.storage_offset())
+    arguments = fx.node.map_aggregate((base, *layout), tracer.unwrap_proxy)
+    proxy = tracer.create_proxy(
+        "call_function", torch.ops.aten.as_strided.default, arguments, {}
+    )
+    track(view, proxy, tracer)
 
 
 class capture_hooks:
@@ -236,6 +291,19 @@ def checkpoint_during_capture(args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     return _capture_checkpoint.checkpoint_entered(_original_checkpoint, args, kwargs)
 
 
+def _refuse_transforms_by_name() -> Callable[[], None]:
+    def refuse(mode: Any, function: Any, *args: Any, **kwargs: Any) -> Any:
+        raise CaptureError(
+            f"hops: {_capture_function.function_name(function)} is applied under a torch.func "
+            "transform (vmap, grad, jvp, ...), which cannot be captured before dispatch. Apply "
+            "the transform outside of the captured model, or use torch.compile."
+        )
+
+    table = custom_function_call.python_key_table
+    table[ProxyTorchDispatchMode] = refuse
+    return lambda: table.pop(ProxyTorchDispatchMode)
+
+
 def _once_imported(module: str, patch: Callable[[], Callable[[], None]]) -> Callable[[], None]:
     """Patch a heavy module of torch when it is there: now, or after its import.
 
@@ -281,6 +349,12 @@ SITES = (
         "pre-dispatch tracing inlines Function.apply and checkpoint; the hooks that catch "
         "them (FunctionMeta.__getattribute__, checkpoint.__code__) act during a trace only",
         lambda: _attribute(proxy_tensor._MakefxTracer, "_trace_inner", _with_capture_hooks),
+    ),
+    Site(
+        "torch._functorch.autograd_function.custom_function_call",
+        "a Function under torch.func transforms fails before dispatch with a message that "
+        "names neither the Function nor a way out",
+        _refuse_transforms_by_name,
     ),
     Site(
         "torch._dynamo: TorchHigherOrderOperatorVariable.make, "

@@ -45,10 +45,9 @@ def leaf_tensors(tensor: torch.Tensor, tracer: Any) -> list[torch.Tensor]:
     if tensor in tracer.tensor_tracker or not is_traceable_wrapper_subclass(tensor):
         return [tensor]
     attributes, _ = tensor.__tensor_flatten__()
+    inner = [getattr(tensor, attribute) for attribute in attributes]
     return [
-        leaf
-        for attribute in attributes
-        for leaf in leaf_tensors(getattr(tensor, attribute), tracer)
+        leaf for t in inner if isinstance(t, torch.Tensor) for leaf in leaf_tensors(t, tracer)
     ]
 
 
@@ -162,8 +161,7 @@ class Recording:
             position = self.graph.inserting_before(first)
         with position:
             placeholder = self.graph.placeholder(name)
-        if like is not None and "val" in like.meta:
-            placeholder.meta["val"] = like.meta["val"]
+        placeholder.meta["val"] = None if like is None else like.meta.get("val")
         self._last_placeholder = placeholder
         return placeholder
 
@@ -212,16 +210,14 @@ class Recording:
                 inner = self.lift(source)
                 if inner is not source:
                     node.replace_input_with(source, inner)
-        for node in reversed(list(self.graph.nodes)):
-            if node.op == "get_attr" and not node.users:
-                self.graph.erase_node(node)
-            elif _is_size_of(node) and not node.users:
-                self.graph.erase_node(node)
 
     def finish(self, outputs: tuple[Any, ...], prefix: str) -> fx.Node:
         """Write the output, move nested bodies in, register the body on the
         root of the trace, and give its ``get_attr`` node."""
         self.graph.output(outputs)
+        for node in reversed(list(self.graph.nodes)):
+            if not node.users and (node.op == "get_attr" or _is_size_of(node)):
+                self.graph.erase_node(node)
         root = self.tracer.root
         nested = {}
         for node in self.graph.nodes:
@@ -286,6 +282,8 @@ def tidy_body(module: fx.GraphModule) -> None:
         if node.op == "get_attr":
             node.target = renamed[node.target]
             node._rename(node.target)
+        if node.op == "placeholder":
+            node.meta.setdefault("val", None)
         stack = node.meta.get("nn_module_stack")
         if stack:
             node.meta["nn_module_stack"] = _without_export_root(stack)

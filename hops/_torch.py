@@ -18,6 +18,7 @@ import torch
 import torch.utils.checkpoint as torch_checkpoint
 from torch._C import DispatchKey
 from torch._functorch import autograd_function as stock_autograd_function
+from torch._guards import detect_fake_mode
 from torch._higher_order_ops import wrap as stock_wrap
 from torch._higher_order_ops.utils import reenter_make_fx
 from torch._ops import HigherOrderOperator
@@ -45,6 +46,8 @@ __all__ = [
     "StockTagActivationCheckpoint",
     "SymbolicValues",
     "compiler_is_tracing",
+    "custom_function_call",
+    "detect_fake_mode",
     "disable_proxy_modes_tracing",
     "fake_conversion_allowed",
     "get_proxy_mode",
@@ -63,11 +66,13 @@ __all__ = [
     "tag_for_partitioner",
     "torch_checkpoint",
     "track_tensor_tree",
+    "unbacked_symbols_bound",
 ]
 
 StockAutogradFunctionApply = stock_autograd_function.AutogradFunctionApply
 StockTagActivationCheckpoint = stock_wrap.TagActivationCheckpoint
 stock_autograd_function_apply = stock_autograd_function.autograd_function_apply
+custom_function_call = stock_autograd_function.custom_function_call
 stock_tag_activation_checkpoint = stock_wrap.tag_activation_checkpoint
 
 
@@ -172,6 +177,18 @@ def fake_conversion_allowed(mode: Any) -> Iterator[None]:
         yield
     finally:
         mode.allow_non_fake_inputs = before
+
+
+@contextmanager
+def unbacked_symbols_bound(mode: Any) -> Iterator[None]:
+    """Data-dependent sizes made inside are bound by the nodes of the trace inside;
+    the tracer around must not look for them among the outputs of its own nodes."""
+    shape_env = getattr(mode, "shape_env", None)
+    pending = getattr(shape_env, "pending_fresh_unbacked_symbols", None)
+    before = list(pending or ())
+    yield
+    if pending is not None:
+        pending[:] = before
 
 
 class SymbolicValues:

@@ -484,6 +484,7 @@ def mark_dirty_on_a_buffer():
         def forward(ctx, x, running):
             running.mul_(0.9).add_(x.detach().mean(0))
             ctx.mark_dirty(running)
+            ctx.mark_non_differentiable(running)
             return x * 2, running
 
         @staticmethod
@@ -1232,7 +1233,7 @@ def a_tuple_of_one_output():
     return Model(body), (tensor(),)
 
 
-@case()
+@case(calls=-1)
 def list_output():
     class Listed(Function):
         @staticmethod
@@ -1250,7 +1251,7 @@ def list_output():
     return Model(body), (tensor(),)
 
 
-@case()
+@case(calls=-1)
 def dict_output():
     class Named(Function):
         @staticmethod
@@ -1631,7 +1632,7 @@ def a_function_called_in_backward():
     return Model(lambda self, x: Outer.apply(x.sin(), self.weight)), (tensor(),)
 
 
-@case()
+@case(calls=2)
 def a_function_within_enable_grad_in_forward():
     class Outer(Function):
         @staticmethod
@@ -2150,7 +2151,7 @@ def an_intermediate_and_a_buffer_through_a_closure():
 _GLOBAL = torch.tensor([0.5, 1.5, 2.5])
 
 
-@case()
+@case(tracing_mode="real")
 def a_global_tensor():
     class Global(Function):
         @staticmethod
@@ -2383,7 +2384,8 @@ def a_detached_input():
     return Model(lambda self, x: Triple.apply((x * self.weight).detach()) + x), (tensor(),)
 
 
-@case(calls=1)
+# torch 2.13 saves no program with nested grad modes, with or without hops.
+@case(calls=1, unsaveable=True)
 def enable_grad_within_no_grad():
     def body(self, x):
         with torch.no_grad():
