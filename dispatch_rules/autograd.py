@@ -169,31 +169,46 @@ def tag_activation_checkpoint(body: Any, *operands: Any, **options: Any) -> Any:
     context_fn = context_fn_of(body, options)
     if compiler_is_tracing():
         return tag_for_partitioner(body, *operands, **options)
-    if not torch.is_grad_enabled() or not _anything_requires_grad(body, operands):
+    if not records_gradient(body, operands):
         return run_body(body, operands)
     known = {k: v for k, v in options.items() if k in CHECKPOINT_KEYWORDS}
     known["use_reentrant"] = False
     if context_fn is not None:
         known["context_fn"] = context_fn
-    return torch_checkpoint.checkpoint(_Region(body), *operands, **known)
+    region = _Region(body, operands)
+    return torch_checkpoint.checkpoint(region, *_device_witness(operands), **known)
 
 
 class _Region:
-    """The function that is checkpointed.  It holds the body and nothing of one run:
-    an Interpreter here would keep the outputs alive until backward."""
+    """The function that is checkpointed.  It holds the body and its operands and nothing
+    of one run: an Interpreter here would keep the outputs alive until backward.
 
-    __slots__ = ("body",)
+    Operands are not arguments of ``checkpoint``, which saves its arguments with
+    a check for later writes: a buffer that the region itself updates would fail it.
+    """
 
-    def __init__(self, body: fx.GraphModule) -> None:
+    __slots__ = ("body", "operands")
+
+    def __init__(self, body: fx.GraphModule, operands: Sequence[Any]) -> None:
         self.body = body
+        self.operands = operands
 
-    def __call__(self, *operands: Any) -> Any:
-        return run_body(self.body, operands)
+    def __call__(self, *device_witness: Any) -> Any:
+        return run_body(self.body, self.operands)
 
 
-def _anything_requires_grad(body: fx.GraphModule, operands: Sequence[Any]) -> bool:
-    return any(map(_requires_grad, operands)) or any(
-        parameter.requires_grad for parameter in body.parameters()
+def _device_witness(operands: Sequence[Any]) -> tuple[torch.Tensor, ...]:
+    """An argument by which ``checkpoint`` sees whose device's random state to keep."""
+    for value in operands:
+        if _requires_grad(value) and value.device.type != "cpu":
+            return (value,)
+    return ()
+
+
+def records_gradient(body: fx.GraphModule, operands: Sequence[Any]) -> bool:
+    """Whether a region on these operands has anything to recompute in backward."""
+    return torch.is_grad_enabled() and (
+        any(map(_requires_grad, operands)) or any(p.requires_grad for p in body.parameters())
     )
 
 

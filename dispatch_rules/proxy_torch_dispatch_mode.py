@@ -101,6 +101,9 @@ def _flat_backward(form: CallForm, body: Any, num_operands: int) -> Callable[...
 
 
 def tag_activation_checkpoint(mode: Any, body: Any, *operands: Any, **options: Any) -> Any:
+    if mode.pre_dispatch and not autograd.records_gradient(body, operands):
+        with mode:
+            return function_operator.run_body(body, operands)
     with unbacked_symbols_bound(detect_fake_mode(operands)):
         result = autograd.tag_activation_checkpoint(body, *operands, **options)
     if not mode.enable_tracing:

@@ -81,8 +81,8 @@ def _capture_region(
     kwargs: dict[str, Any],
     options: dict[str, Any],
 ) -> Any:
-    tensors = [a for a in pytree.tree_leaves(args) if isinstance(a, torch.Tensor)]
-    if options["use_reentrant"] and not any(t.requires_grad for t in tensors):
+    direct = [a for a in args if isinstance(a, torch.Tensor)]
+    if options["use_reentrant"] and not any(t.requires_grad for t in direct):
         return _run_without_gradient(function, args, kwargs)
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
@@ -92,11 +92,22 @@ def _capture_region(
         result = function(*args, **kwargs)
     leaves, spec = pytree.tree_flatten(result)
     region.lift_free_values()
-    if not any(isinstance(x, torch.Tensor) and x.requires_grad for x in leaves):
+    if not _records_gradient(region, leaves):
         region.splice()
         return result
     _write(region, leaves, options)
     return result
+
+
+def _records_gradient(region: Recording, leaves: list[Any]) -> bool:
+    """Whether backward would have anything to recompute.  The outputs tell, unless they
+    are inside objects that are no pytrees; then any value of the region does."""
+    if any(isinstance(x, torch.Tensor) and x.requires_grad for x in leaves):
+        return True
+    return any(
+        tensor.requires_grad and slot.proxy.node.graph is region.graph
+        for tensor, slot in region.tracer.tensor_tracker.items()
+    )
 
 
 def _run_without_gradient(
@@ -131,6 +142,7 @@ def _write(region: Recording, leaves: list[Any], options: dict[str, Any]) -> Non
             if node.op not in ("placeholder", "get_attr"):
                 outputs.append(value)
                 nodes.append(node)
+    region.lift_free_values()
     body = region.finish(tuple(nodes), "wrap_body_")
     module = getattr(tracer.root, str(body.target))
     context_fn = options.get("context_fn")

@@ -1210,7 +1210,7 @@ def constants_between_tensor_outputs():
     def body(self, x):
         number, y, text, none, total, (one, half) = Mixed.apply(x * self.weight)
         assert text == "text" and none is None
-        return y * number * half, total, number, text, none, one
+        return y * number * half, total, number, none, one
 
     return Model(body), (tensor(),)
 
@@ -2148,6 +2148,23 @@ def an_intermediate_and_a_buffer_through_a_closure():
     return Model(body, shift=torch.rand(3)), (tensor(),)
 
 
+@case(tracing_mode="real")
+def a_parameter_through_an_outer_closure():
+    weight = nn.Parameter(torch.rand(3))
+
+    class Closure(Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.save_for_backward(weight)
+            return x * weight
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad * ctx.saved_tensors[0] * weight * 2
+
+    return Model(lambda self, x: Closure.apply(x.sin()), shared=weight), (tensor(),)
+
+
 _GLOBAL = torch.tensor([0.5, 1.5, 2.5])
 
 
@@ -2254,6 +2271,89 @@ def gradients_of_gradients_through_an_input_on_ctx():
     return Model(lambda self, x: Square.apply(x * self.weight)), (tensor(dtype=torch.float64),)
 
 
+@case()
+def an_output_written_in_place_later():
+    class Sigmoid(Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.save_for_backward(x)
+            return x.sigmoid()
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad * ctx.saved_tensors[0] * 2
+
+    def body(self, x):
+        y = Sigmoid.apply(x * self.weight)
+        y.mul_(3)
+        return y.add_(self.weight)
+
+    return Model(body), (tensor(),)
+
+
+@case(aot=True)
+def no_grad_and_autocast_within_forward():
+    class Inner(Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.save_for_backward(x)
+            with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+                return (x @ x.t()).float()
+
+        @staticmethod
+        def backward(ctx, grad):
+            with torch.autocast("cpu", enabled=False):
+                return grad @ ctx.saved_tensors[0] * 3
+
+    return Model(lambda self, x: Inner.apply(x * self.weight)), (tensor(),)
+
+
+@case()
+def a_compiled_helper():
+    helper = torch.compile(lambda x: x.sin() * 2, backend="eager")
+
+    class Helped(Function):
+        @staticmethod
+        def forward(ctx, x):
+            return helper(x)
+
+        @staticmethod
+        def backward(ctx, grad):
+            return helper(grad) * 3
+
+    return Model(lambda self, x: Helped.apply(x * self.weight)), (tensor(),)
+
+
+@case(refusal="Branch")
+def a_branch_on_data():
+    class Branch(Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.positive = bool((x.sum() > 0).item())
+            return x * 2 if ctx.positive else x * 3
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad * (5 if ctx.positive else 7)
+
+    return Model(lambda self, x: Branch.apply(x * self.weight)), (tensor(),)
+
+
+@case(tracing_mode="symbolic")
+def an_item_on_ctx():
+    class Normal(Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.scale = x.abs().max().item()
+            return x / ctx.scale
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad * ctx.scale
+
+    return Model(lambda self, x: Normal.apply(x * self.weight)), (tensor(),)
+
+
 # ------------------------------------------------------------------------------------------ State
 
 
@@ -2294,7 +2394,7 @@ def a_buffer_argument_updated_within_forward():
 
 
 @case()
-def a_value_that_leaves_forward_on_a_module():
+def a_value_that_leaves_forward_in_a_list():
     class Keep(Function):
         @staticmethod
         def forward(ctx, x, holder):

@@ -166,11 +166,11 @@ def assert_equal(got: Run, want: Run) -> None:
         else:
             assert ours == theirs, f"output {position}"
     assert got.requires_grad == want.requires_grad, "requires_grad of outputs"
-    # Strict export drops the parameters and buffers that the model does not use.
+    # Strict export drops the parameters and buffers that the model does not use;
+    # a deep copy has constants of the program among its buffers.
     assert got.gradients.keys() <= want.gradients.keys()
     for name, gradient in want.gradients.items():
         compare(got.gradients.get(name), gradient, f"gradient of {name}")
-    assert got.buffers.keys() <= want.buffers.keys()
     for name, buffer in want.buffers.items():
         close(
             got.buffers.get(name, want.buffers_before[name]),
