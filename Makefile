@@ -15,11 +15,12 @@ TORCH_STAMP := $(VENV)/.installed-torch-$(TORCH)
 DEMO_STAMP  := $(VENV)/.installed-demo
 DEV_STAMP   := $(VENV)/.installed-dev
 
-.PHONY: help demo test lint format bench clean
+.PHONY: help demo test parity lint format bench clean
 
 help:
 	@echo "make demo    set up and run the demo"
 	@echo "make test    set up and run the whole test suite"
+	@echo "make parity  compare hundreds of cases with eager (not all pass yet)"
 	@echo "make lint    ruff check, ruff format --check, mypy"
 	@echo "make format  let ruff rewrite the source"
 	@echo "make bench   run the benchmarks"
@@ -30,6 +31,9 @@ demo: $(DEMO_STAMP)
 
 test: $(DEV_STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(ARGS)
+
+parity: $(DEV_STAMP)
+	OMP_NUM_THREADS=1 PYTHONPATH=tests $(BIN)/python -m pytest tests/parity $(ARGS)
 
 lint: $(DEV_STAMP)
 	$(BIN)/ruff check .

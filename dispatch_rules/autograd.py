@@ -119,7 +119,7 @@ class _CapturedOnceDifferentiableFunction(_CapturedFunction):
     backward = staticmethod(once_differentiable(_CapturedFunction.backward))  # type: ignore[assignment]
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _node_class(name: str, once: bool) -> type[torch.autograd.Function]:
     """The class of a Function's node, made once: ``grad_fn`` shows the user's class name."""
     base = _CapturedOnceDifferentiableFunction if once else _CapturedFunction

@@ -5,9 +5,9 @@
 """
 
 from hops import _patches
-from hops._patches import install, uninstall
 from hops._decompose import run_decompositions
 from hops._parts import CheckpointParts, FunctionParts, checkpoint_parts, function_parts
+from hops._patches import install, uninstall
 from hops._version import __version__
 from hops.errors import CaptureError, HopsWarning, OperatorCallError, ReplayError
 

@@ -34,8 +34,8 @@ from hops._torch import (
     stock_tag_activation_checkpoint,
     torch_checkpoint,
 )
-from hops.errors import CaptureError
 from hops.autograd_function_apply import AutogradFunctionApply
+from hops.errors import CaptureError
 from hops.tag_activation_checkpoint import TagActivationCheckpoint
 
 _lock = threading.RLock()
@@ -209,9 +209,7 @@ def _same_view(one: torch.Tensor, other: torch.Tensor) -> bool:
 def _record_view(base: torch.Tensor, view: torch.Tensor, tracer: Any) -> None:
     layout = (list(view.shape), list(view.stride()), view.storage_offset())
     arguments = fx.node.map_aggregate((base, *layout), tracer.unwrap_proxy)
-    proxy = tracer.create_proxy(
-        "call_function", torch.ops.aten.as_strided.default, arguments, {}
-    )
+    proxy = tracer.create_proxy("call_function", torch.ops.aten.as_strided.default, arguments, {})
     track(view, proxy, tracer)
 
 

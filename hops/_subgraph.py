@@ -28,13 +28,13 @@ from typing import Any
 import torch
 from torch import fx
 
-from hops.errors import CaptureError
 from hops._torch import (
     SymbolicValues,
     disable_proxy_modes_tracing,
     is_traceable_wrapper_subclass,
     track_tensor_tree,
 )
+from hops.errors import CaptureError
 
 _BODIES = "_hops_closed_bodies"
 
@@ -46,9 +46,7 @@ def leaf_tensors(tensor: torch.Tensor, tracer: Any) -> list[torch.Tensor]:
         return [tensor]
     attributes, _ = tensor.__tensor_flatten__()
     inner = [getattr(tensor, attribute) for attribute in attributes]
-    return [
-        leaf for t in inner if isinstance(t, torch.Tensor) for leaf in leaf_tensors(t, tracer)
-    ]
+    return [leaf for t in inner if isinstance(t, torch.Tensor) for leaf in leaf_tensors(t, tracer)]
 
 
 def node_of(value: Any, tracer: Any) -> Any:

@@ -44,6 +44,10 @@ def isolated(monkeypatch):
     """Keep what a failing replay leaves behind from the tests that follow."""
     # `debug=True` logs in a way that pytest's log capture turns into an exception, in eager too.
     monkeypatch.setattr(logging, "raiseExceptions", False)
+    for setting in ("_enable_checkpoint_early_stop", "_checkpoint_debug_enabled"):
+        monkeypatch.setattr(
+            torch.utils.checkpoint, setting, getattr(torch.utils.checkpoint, setting)
+        )
     yield
     torch.set_autocast_enabled("cpu", False)
     torch.clear_autocast_cache()

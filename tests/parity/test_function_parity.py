@@ -234,7 +234,7 @@ def capture(name: str, front_end: str) -> tuple[Any, list[str]]:
     return program, [str(w.message) for w in caught if issubclass(w.category, hops.HopsWarning)]
 
 
-cached_capture = functools.lru_cache(maxsize=None)(capture)
+cached_capture = functools.cache(capture)
 
 
 def _capture(case: Case, front_end: str, module: torch.nn.Module, args: tuple[Any, ...]) -> Any:
@@ -250,7 +250,7 @@ def _capture(case: Case, front_end: str, module: torch.nn.Module, args: tuple[An
     return make_fx(call, pre_dispatch=True, tracing_mode=case.tracing_mode)(state, *args)
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def eager(name: str, other: bool) -> Run:
     module, args = fresh(name)
     return run(module, module, others(name) if other else args, CASES[name])

@@ -1178,7 +1178,7 @@ def region_inside_scan():
             new = checkpoint(lambda c, r: torch.sin(c) * r, carry, row, use_reentrant=False)
             return new, new + 1
 
-        last, rows = scan(step, torch.ones(WIDTH), x)
+        last, rows = scan(step, torch.cos(self.scale), x)
         return last, rows * self.scale
 
     return model(forward), (tensor(grad=False),)
