@@ -176,33 +176,39 @@ def tag_activation_checkpoint(body: Any, *operands: Any, **options: Any) -> Any:
     if context_fn is not None:
         known["context_fn"] = context_fn
     region = _Region(body, operands)
-    return torch_checkpoint.checkpoint(region, *_device_witness(operands), **known)
+    return torch_checkpoint.checkpoint(region, *region.arguments(operands), **known)
 
 
 class _Region:
-    """The function that is checkpointed.  It holds the body and its operands and nothing
-    of one run: an Interpreter here would keep the outputs alive until backward.
+    """The function that is checkpointed.  It holds the body, leaf tensors and constants,
+    and nothing of one run: an Interpreter here would keep the outputs alive until backward.
 
-    Operands are not arguments of ``checkpoint``, which saves its arguments with
-    a check for later writes: a buffer that the region itself updates would fail it.
+    Intermediates are arguments of ``checkpoint``, which saves them as autograd
+    saves tensors, so that a region around this one can drop them.  Leaves are
+    not: a buffer that the region itself updates would fail the check for later
+    writes that comes with saving.
     """
 
-    __slots__ = ("body", "operands")
+    __slots__ = ("body", "held")
 
     def __init__(self, body: fx.GraphModule, operands: Sequence[Any]) -> None:
         self.body = body
-        self.operands = operands
+        self.held = [_ARGUMENT if _is_intermediate(v) else v for v in operands]
 
-    def __call__(self, *device_witness: Any) -> Any:
-        return run_body(self.body, self.operands)
+    def arguments(self, operands: Sequence[Any]) -> list[torch.Tensor]:
+        return [v for v in operands if _is_intermediate(v)]
+
+    def __call__(self, *arguments: Any) -> Any:
+        remaining = iter(arguments)
+        operands = [next(remaining) if v is _ARGUMENT else v for v in self.held]
+        return run_body(self.body, operands)
 
 
-def _device_witness(operands: Sequence[Any]) -> tuple[torch.Tensor, ...]:
-    """An argument by which ``checkpoint`` sees whose device's random state to keep."""
-    for value in operands:
-        if _requires_grad(value) and value.device.type != "cpu":
-            return (value,)
-    return ()
+_ARGUMENT = object()
+
+
+def _is_intermediate(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and not value.is_leaf
 
 
 def records_gradient(body: fx.GraphModule, operands: Sequence[Any]) -> bool:
