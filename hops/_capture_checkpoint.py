@@ -60,9 +60,10 @@ def _resolve_use_reentrant(
     warns as it would, and grad mode inside tells the implementation.
     """
     asked = options.get("use_reentrant")
-    if asked is False or (asked and not kwargs and not options.get("debug")):
-        if not (asked and "context_fn" in options):
-            return bool(asked)
+    context_fn = options.get("context_fn", torch_checkpoint.noop_context_fn)
+    doubtful = kwargs or options.get("debug") or context_fn is not torch_checkpoint.noop_context_fn
+    if asked is False or (asked and not doubtful):
+        return asked
     grad_modes: list[bool] = []
 
     def probe(**ignored: Any) -> None:

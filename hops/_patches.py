@@ -108,6 +108,32 @@ def _with_capture_hooks(trace_inner: Callable[..., Any]) -> Callable[..., Any]:
     return _trace_inner
 
 
+_HOOKS = (torch.Tensor.register_hook, torch.Tensor.register_post_accumulate_grad_hook)
+
+
+def _minding_autograd(torch_function: Callable[..., Any]) -> Callable[..., Any]:
+    """Apply a recorded switch of grad mode, and refuse hooks on tensors of the trace."""
+
+    @functools.wraps(torch_function)
+    def __torch_function__(
+        self: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if func in _HOOKS:
+            node = getattr(args[0], "grad_fn", None)
+            raise CaptureError(
+                f"hops: {func.__name__} is called on an output of "
+                f"{'the captured code' if node is None else node.name()} during a capture. A "
+                "graph does not hold hooks, so the gradient would silently differ from eager. "
+                "Do the hook's work in an autograd.Function around the tensor."
+            )
+        result = torch_function(self, func, types, args, kwargs)
+        if func is torch._C._set_grad_enabled and torch.is_grad_enabled() != args[0]:
+            func(args[0])
+        return result
+
+    return __torch_function__
+
+
 def _keeping_node_metadata(export_function: Callable[..., Any]) -> Callable[..., Any]:
     """Let the graph that is handed back run node by node, so that a second trace
     of it copies the metadata of each node."""
@@ -272,13 +298,27 @@ _original_checkpoint = types.FunctionType(
 _original_checkpoint.__kwdefaults__ = _checkpoint.__kwdefaults__
 
 
+def _entry_code() -> types.CodeType:
+    """Code that leads to :func:`checkpoint_during_capture`, with the parameters of
+    ``checkpoint``: Dynamo reads its signature to tell the keywords apart, also
+    when it traces a branch of ``cond`` in the middle of a capture."""
+    keywords = _original_checkpoint.__kwdefaults__
+    source = (
+        f"def checkpoint(function, *args, {', '.join(keywords)}, **kwargs):\n"
+        "    from hops._patches import checkpoint_during_capture\n"
+        f"    named = dict({', '.join(f'{k}={k}' for k in keywords)})\n"
+        "    return checkpoint_during_capture((function, *args), {**named, **kwargs})\n"
+    )
+    namespace: dict[str, Any] = {}
+    exec(compile(source, __file__, "exec"), namespace)
+    return namespace["checkpoint"].__code__
+
+
+_entry = _entry_code()
+
+
 def _hook_checkpoint() -> None:
-    def checkpoint(*args: Any, **kwargs: Any) -> Any:
-        from hops._patches import checkpoint_during_capture
-
-        return checkpoint_during_capture(args, kwargs)
-
-    _checkpoint.__code__ = checkpoint.__code__
+    _checkpoint.__code__ = _entry
 
 
 def _unhook_checkpoint() -> None:
@@ -349,6 +389,15 @@ SITES = (
         lambda: _attribute(proxy_tensor._MakefxTracer, "_trace_inner", _with_capture_hooks),
     ),
     Site(
+        "torch.fx.experimental.proxy_tensor.PreDispatchTorchFunctionMode.__torch_function__",
+        "torch 2.6 records a switch of grad mode without applying it, so that a Function in the "
+        "model's no_grad block looks as if it recorded gradients; a hook on a tensor is lost "
+        "without a word on every torch",
+        lambda: _attribute(
+            proxy_tensor.PreDispatchTorchFunctionMode, "__torch_function__", _minding_autograd
+        ),
+    ),
+    Site(
         "torch._functorch.autograd_function.custom_function_call",
         "a Function under torch.func transforms fails before dispatch with a message that "
         "names neither the Function nor a way out",
@@ -356,7 +405,7 @@ SITES = (
     ),
     Site(
         "torch._dynamo: TorchHigherOrderOperatorVariable.make, "
-        "AutogradFunctionVariable.call_apply, rule of checkpoint_sequential",
+        "AutogradFunctionVariable.call_apply, list of files to inline",
         "Dynamo cannot read a graph that holds autograd_function_apply, traces the body of a "
         "captured region anew, refuses or misreads many Functions under export, and skips "
         "checkpoint_sequential",

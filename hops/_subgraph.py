@@ -194,8 +194,7 @@ class Recording:
         return self._attributes[target]
 
     def _is_body(self, node: fx.Node) -> bool:
-        attribute = getattr(self.tracer.root, str(node.target))
-        return isinstance(attribute, fx.GraphModule)
+        return _holds_body(self.tracer.root, node)
 
     def lift_free_values(self) -> None:
         """Make operands of all values from outside that this body uses.
@@ -259,6 +258,10 @@ def _is_size_of(node: fx.Node) -> bool:
     )
 
 
+def _holds_body(owner: torch.nn.Module, node: fx.Node) -> bool:
+    return isinstance(getattr(owner, str(node.target)), fx.GraphModule)
+
+
 def tidy_body(module: fx.GraphModule) -> None:
     """Number the nested bodies of a body from 0, so that its text does not
     depend on what was captured before it, and give its nodes the module paths
@@ -267,7 +270,7 @@ def tidy_body(module: fx.GraphModule) -> None:
     renamed: dict[str, str] = {}
     moved: dict[str, torch.nn.Module] = {}
     for node in module.graph.nodes:
-        if node.op == "get_attr" and node.target not in renamed:
+        if node.op == "get_attr" and node.target not in renamed and _holds_body(module, node):
             prefix = str(node.target).rstrip("0123456789")
             renamed[node.target] = f"{prefix}{counts.setdefault(prefix, 0)}"
             counts[prefix] += 1
@@ -277,7 +280,7 @@ def tidy_body(module: fx.GraphModule) -> None:
     for target, attribute in moved.items():
         module.register_module(target, attribute)
     for node in module.graph.nodes:
-        if node.op == "get_attr":
+        if node.op == "get_attr" and node.target in renamed:
             node.target = renamed[node.target]
             node._rename(node.target)
         if node.op == "placeholder":

@@ -9,7 +9,9 @@ torch that moves one of them is mended in one place.
 
 from __future__ import annotations
 
+import functools
 import inspect
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -23,7 +25,6 @@ from torch._higher_order_ops import wrap as stock_wrap
 from torch._higher_order_ops.utils import reenter_make_fx
 from torch._ops import HigherOrderOperator
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.fx.experimental import proxy_tensor
 from torch.fx.experimental.proxy_tensor import (
     ProxyTorchDispatchMode,
@@ -39,7 +40,6 @@ __all__ = [
     "FakeTensor",
     "FakeTensorMode",
     "FUNCTIONALIZE",
-    "FunctionalTensor",
     "HigherOrderOperator",
     "ProxyTorchDispatchMode",
     "StockAutogradFunctionApply",
@@ -57,6 +57,7 @@ __all__ = [
     "pre_dispatch_tracer",
     "proxy_tensor",
     "reenter_make_fx",
+    "reentrant_by_default",
     "sac_context",
     "sac_ignored_operations",
     "selective_checkpoint_modes",
@@ -117,6 +118,17 @@ def sac_context(is_recompute: bool, output: Any) -> Any:
             is_recompute=is_recompute, op_output=output
         )
     return torch_checkpoint.SelectiveCheckpointContext(is_recompute=is_recompute)
+
+
+@functools.cache
+def reentrant_by_default() -> bool:
+    """Which implementation ``checkpoint`` takes when ``use_reentrant`` is not given."""
+    grad_modes: list[bool] = []
+    with torch._C.DisableTorchFunction(), set_grad_enabled_silently(True):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            torch_checkpoint.checkpoint(lambda: grad_modes.append(torch.is_grad_enabled()))
+    return not grad_modes[0]
 
 
 _non_strict_flag = getattr(torch.compiler, "_is_non_strict_tracing", None)

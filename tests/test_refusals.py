@@ -1,0 +1,112 @@
+"""What cannot be captured equal to eager is refused, by name and with a way out."""
+
+import pytest
+import torch
+from models import FunctionModel, Scale, assert_same, gradients, operators
+from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import checkpoint
+
+import hops
+
+FRONT_ENDS = pytest.mark.parametrize("strict", [False, True], ids=["nonstrict", "strict"])
+
+
+def export(model, strict):
+    return torch.export.export(model, (torch.ones(2, 3),), strict=strict)
+
+
+@FRONT_ENDS
+def test_a_hook_on_a_tensor_is_refused(strict):
+    class Hooked(FunctionModel):
+        def forward(self, x):
+            y = Scale.apply(self.linear(x), self.weight)
+            y.register_hook(lambda grad: grad * 2)
+            return y
+
+    with pytest.raises(hops.CaptureError, match="register_hook is called on an output of Scale"):
+        export(Hooked(), strict)
+
+
+class Closure(FunctionModel):
+    """A region whose gradient only a closure records."""
+
+    def __init__(self, **options):
+        super().__init__()
+        self.options = options
+
+    def forward(self, x):
+        return checkpoint(self.linear, x, **self.options) + self.weight
+
+
+@pytest.mark.filterwarnings("ignore:.*use_reentrant")
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+@pytest.mark.parametrize("options", [{"use_reentrant": True}, {}], ids=["reentrant", "default"])
+def test_a_reentrant_region_without_input_gradient(options):
+    model, x = Closure(**options), torch.ones(2, 3)
+    want = gradients(model, x)
+    ep = export(model, strict=False)
+    assert_same(gradients(ep.module(), x), want)
+    if want[1]["linear.weight"] is None:
+        with pytest.raises(Exception, match="is reentrant and none of its arguments.*strict=False"):
+            export(model, strict=True)
+    else:
+        assert operators(export(model, strict=True).graph_module) == ["tag_activation_checkpoint"]
+
+
+class Negated(TorchFunctionMode):
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        return -result if func is torch.sin else result
+
+
+def test_a_region_under_a_function_mode_is_refused_by_strict_capture():
+    class Moded(FunctionModel):
+        def forward(self, x):
+            with Negated():
+                return checkpoint(lambda h: torch.sin(h), self.linear(x), use_reentrant=False)
+
+    model, x = Moded(), torch.ones(2, 3)
+    ep = export(model, strict=False)
+    torch.testing.assert_close(ep.module()(x), model(x))
+    with pytest.raises(Exception, match="runs under a TorchFunctionMode.*strict=False"):
+        export(model, strict=True)
+
+
+@FRONT_ENDS
+def test_a_no_grad_block_of_the_model_is_kept(strict):
+    class Partly(FunctionModel):
+        def forward(self, x):
+            with torch.no_grad():
+                y = Scale.apply(self.linear(x), self.weight)
+            return y + self.linear(x) * self.weight
+
+    model, x = Partly(), torch.ones(2, 3)
+    want = gradients(model, x)
+    ep = export(model, strict)
+    assert operators(ep.graph_module) == []
+    assert_same(gradients(ep.module(), x), want)
+
+
+@pytest.mark.parametrize("transform", [torch.vmap, torch.func.grad], ids=["vmap", "grad"])
+def test_a_function_under_a_transform_is_refused_by_name(transform):
+    class Sine(torch.autograd.Function):
+        generate_vmap_rule = True
+
+        @staticmethod
+        def forward(x):
+            return x.sin()
+
+        @staticmethod
+        def setup_context(ctx, inputs, output):
+            ctx.save_for_backward(*inputs)
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad * ctx.saved_tensors[0]
+
+    class Transformed(FunctionModel):
+        def forward(self, x):
+            return transform(lambda v: Sine.apply(v).sum())(self.linear(x))
+
+    with pytest.raises(hops.CaptureError, match="Sine is applied under a torch.func transform"):
+        export(Transformed(), strict=False)
