@@ -22,6 +22,7 @@ from hops._policy import context_fn_of
 from hops._torch import (
     CHECKPOINT_KEYWORDS,
     DispatchKey,
+    below_autograd,
     compiler_is_tracing,
     mark_saved_without_version_check,
     set_grad_enabled_silently,
@@ -41,7 +42,7 @@ def autograd_function_apply(fwd: Any, bwd: Any, *operands: Any, **options: Any) 
     """
     operator = function_operator.autograd_function_apply
     if is_kept(operator) and compiler_is_tracing():
-        with torch._C._AutoDispatchBelowAutograd():
+        with below_autograd():
             return operator(fwd, bwd, *operands, **options)
     form = CallForm(fwd, bwd, operands, options)
     inputs = operands[: form.num_inputs]
@@ -164,7 +165,7 @@ def tag_activation_checkpoint(body: Any, *operands: Any, **options: Any) -> Any:
     """
     operator = checkpoint_operator.tag_activation_checkpoint
     if is_kept(operator) and compiler_is_tracing():
-        with torch._C._AutoDispatchBelowAutograd():
+        with below_autograd():
             return operator(body, *operands, **options)
     context_fn = context_fn_of(body, options)
     if compiler_is_tracing():

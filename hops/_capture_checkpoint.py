@@ -26,6 +26,7 @@ from hops._torch import (
     pre_dispatch_tracer,
     set_grad_enabled_silently,
     torch_checkpoint,
+    without_torch_functions,
 )
 from hops.tag_activation_checkpoint import CONTEXT_FN, node_options, tag_activation_checkpoint
 
@@ -69,7 +70,7 @@ def _resolve_use_reentrant(
     def probe(**ignored: Any) -> None:
         grad_modes.append(torch.is_grad_enabled())
 
-    with torch._C.DisableTorchFunction(), set_grad_enabled_silently(True):
+    with without_torch_functions(), set_grad_enabled_silently(True):
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="None of the inputs have requires_grad")
             original(probe, **options, **kwargs)

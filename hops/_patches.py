@@ -1,8 +1,8 @@
 """The import-time patch: every site of torch that hops changes, in one table.
 
 :data:`SITES` lists what is patched for as long as hops is installed;
-:class:`capture_hooks` holds what is patched only while a pre-dispatch capture
-runs, so that eager training never meets it.
+:mod:`hops._capture_hooks` holds what is patched only while a pre-dispatch
+capture runs, so that eager training never meets it.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import functools
 import os
 import sys
 import threading
-import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,7 +20,8 @@ import torch
 from torch import fx
 
 from dispatch_rules import TABLE
-from hops import _capture_checkpoint, _capture_function
+from hops import _capture_function
+from hops._capture_hooks import capture_hooks
 from hops._import_hook import after_import
 from hops._subgraph import settle, track
 from hops._torch import (
@@ -30,9 +30,9 @@ from hops._torch import (
     ProxyTorchDispatchMode,
     custom_function_call,
     proxy_tensor,
+    set_grad_enabled,
     stock_autograd_function_apply,
     stock_tag_activation_checkpoint,
-    torch_checkpoint,
 )
 from hops.autograd_function_apply import AutogradFunctionApply
 from hops.errors import CaptureError
@@ -127,7 +127,7 @@ def _minding_autograd(torch_function: Callable[..., Any]) -> Callable[..., Any]:
                 "Do the hook's work in an autograd.Function around the tensor."
             )
         result = torch_function(self, func, types, args, kwargs)
-        if func is torch._C._set_grad_enabled and torch.is_grad_enabled() != args[0]:
+        if func is set_grad_enabled and torch.is_grad_enabled() != args[0]:
             func(args[0])
         return result
 
@@ -237,96 +237,6 @@ def _record_view(base: torch.Tensor, view: torch.Tensor, tracer: Any) -> None:
     arguments = fx.node.map_aggregate((base, *layout), tracer.unwrap_proxy)
     proxy = tracer.create_proxy("call_function", torch.ops.aten.as_strided.default, arguments, {})
     track(view, proxy, tracer)
-
-
-class capture_hooks:
-    """The hooks by which user code is caught, in place while any thread captures.
-
-    - ``FunctionMeta.__getattribute__``: see [Note: where a Function is caught].
-    - the code object of ``torch.utils.checkpoint.checkpoint``: see
-      [Note: where a checkpoint is caught].
-    """
-
-    _active = 0
-
-    def __enter__(self) -> None:
-        with _lock:
-            capture_hooks._active += 1
-            if capture_hooks._active == 1:
-                _hook_function_meta()
-                _hook_checkpoint()
-
-    def __exit__(self, *exc_info: object) -> None:
-        with _lock:
-            capture_hooks._active -= 1
-            if capture_hooks._active == 0:
-                _unhook_function_meta()
-                _unhook_checkpoint()
-
-
-_FunctionMeta: Any = type(torch.autograd.Function)
-
-
-def _hook_function_meta() -> None:
-    answer = _capture_function.answer_lookup
-
-    def __getattribute__(cls: type, name: str) -> Any:
-        found = type.__getattribute__(cls, name)
-        if name == "forward" or name == "setup_context":
-            return answer(cls, name, found)
-        return found
-
-    _FunctionMeta.__getattribute__ = __getattribute__
-
-
-def _unhook_function_meta() -> None:
-    del _FunctionMeta.__getattribute__
-
-
-def _unwrapped_checkpoint() -> types.FunctionType:
-    function = torch_checkpoint.checkpoint
-    while hasattr(function, "__wrapped__"):
-        function = function.__wrapped__
-    return function
-
-
-_checkpoint = _unwrapped_checkpoint()
-_checkpoint_code = _checkpoint.__code__
-_original_checkpoint = types.FunctionType(
-    _checkpoint_code, _checkpoint.__globals__, "checkpoint", _checkpoint.__defaults__
-)
-_original_checkpoint.__kwdefaults__ = _checkpoint.__kwdefaults__
-
-
-def _entry_code() -> types.CodeType:
-    """Code that leads to :func:`checkpoint_during_capture`, with the parameters of
-    ``checkpoint``: Dynamo reads its signature to tell the keywords apart, also
-    when it traces a branch of ``cond`` in the middle of a capture."""
-    keywords = _original_checkpoint.__kwdefaults__
-    source = (
-        f"def checkpoint(function, *args, {', '.join(keywords)}, **kwargs):\n"
-        "    from hops._patches import checkpoint_during_capture\n"
-        f"    named = dict({', '.join(f'{k}={k}' for k in keywords)})\n"
-        "    return checkpoint_during_capture((function, *args), {**named, **kwargs})\n"
-    )
-    namespace: dict[str, Any] = {}
-    exec(compile(source, __file__, "exec"), namespace)
-    return namespace["checkpoint"].__code__
-
-
-_entry = _entry_code()
-
-
-def _hook_checkpoint() -> None:
-    _checkpoint.__code__ = _entry
-
-
-def _unhook_checkpoint() -> None:
-    _checkpoint.__code__ = _checkpoint_code
-
-
-def checkpoint_during_capture(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return _capture_checkpoint.checkpoint_entered(_original_checkpoint, args, kwargs)
 
 
 def _refuse_transforms_by_name() -> Callable[[], None]:

@@ -45,6 +45,11 @@ __all__ = [
     "StockAutogradFunctionApply",
     "StockTagActivationCheckpoint",
     "SymbolicValues",
+    "below_autograd",
+    "functorch_is_active",
+    "modes_are_active",
+    "set_grad_enabled",
+    "without_torch_functions",
     "compiler_is_tracing",
     "custom_function_call",
     "detect_fake_mode",
@@ -157,6 +162,21 @@ def compiler_is_tracing() -> bool:
         return True
     key = torch._C._TorchDispatchModeKey.FUNCTIONAL
     return torch._C._get_dispatch_mode(key) is not None
+
+
+below_autograd = torch._C._AutoDispatchBelowAutograd
+without_torch_functions = torch._C.DisableTorchFunction
+set_grad_enabled = torch._C._set_grad_enabled
+functorch_is_active = torch._C._are_functorch_transforms_active
+
+
+def modes_are_active() -> bool:
+    """Whether a dispatch mode, a function mode or a torch.func transform sees the next call."""
+    return bool(
+        torch._C._len_torch_dispatch_stack()
+        or torch._C._are_functorch_transforms_active()
+        or torch._C._is_torch_function_mode_enabled()
+    )
 
 
 class set_grad_enabled_silently:

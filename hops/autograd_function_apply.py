@@ -45,8 +45,13 @@ from typing import Any
 import torch
 from torch import fx
 
-from hops._torch import StockAutogradFunctionApply, stock_autograd_function_apply
-from hops.errors import OperatorCallError
+from hops._torch import (
+    StockAutogradFunctionApply,
+    modes_are_active,
+    set_grad_enabled,
+    stock_autograd_function_apply,
+)
+from hops.errors import OperatorCallError, ReplayError
 
 _ORDER = (
     "name",
@@ -99,12 +104,7 @@ def takes(body: Any, num_operands: int) -> bool:
 
 def nothing_but_autograd(operands: Sequence[Any]) -> bool:
     """Whether a call on ``operands`` meets no mode, transform or tensor subclass."""
-    return (
-        not torch._C._len_torch_dispatch_stack()
-        and not torch._C._are_functorch_transforms_active()
-        and all(type(operand) in _PLAIN_TYPES for operand in operands)
-        and not torch._C._is_torch_function_mode_enabled()
-    )
+    return not modes_are_active() and all(type(operand) in _PLAIN_TYPES for operand in operands)
 
 
 def validate(fwd: Any, bwd: Any, operands: Sequence[Any], options: dict[str, Any]) -> None:
@@ -204,8 +204,6 @@ class CallForm:
             return self.bwd
         key = "bwd_without_" + "_".join(map(str, missing))
         if key not in self.options:
-            from hops.errors import ReplayError
-
             raise ReplayError(
                 f"hops: {self.name} was captured with set_materialize_grads(False), and its "
                 f"backward was not traced for a call in which outputs {missing} get no "
@@ -266,6 +264,6 @@ class BodyInterpreter(MarkingInterpreter):
     """
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
-        if target is torch._C._set_grad_enabled:
+        if target is set_grad_enabled:
             return None
         return super().call_function(target, args, kwargs)

@@ -8,7 +8,7 @@ import torch
 from models import FunctionModel, operators
 
 import hops
-from hops import _patches
+from hops import _capture_hooks, _patches
 
 
 def snapshot():
@@ -87,10 +87,10 @@ def test_hops_disable_leaves_torch_alone(monkeypatch):
 def test_nothing_is_hooked_outside_a_capture():
     meta = type(torch.autograd.Function)
     assert "__getattribute__" not in meta.__dict__
-    assert _patches._checkpoint.__code__ is _patches._checkpoint_code
+    assert _capture_hooks._checkpoint.__code__ is _capture_hooks._checkpoint_code
     export()
     assert "__getattribute__" not in meta.__dict__
-    assert _patches._checkpoint.__code__ is _patches._checkpoint_code
+    assert _capture_hooks._checkpoint.__code__ is _capture_hooks._checkpoint_code
 
 
 def test_doctor_lists_every_site():

@@ -23,8 +23,11 @@ def test_a_hook_on_a_tensor_is_refused(strict):
             y.register_hook(lambda grad: grad * 2)
             return y
 
-    with pytest.raises(hops.CaptureError, match="register_hook is called on an output of Scale"):
+    # Dynamo of torch 2.6 and 2.9 refuses the hook itself, before anything is captured.
+    refusals = "register_hook is called on an output of Scale|Compilation of intermediate hooks"
+    with pytest.raises(Exception, match=refusals) as refusal:
         export(Hooked(), strict)
+    assert strict or isinstance(refusal.value, hops.CaptureError)
 
 
 class Closure(FunctionModel):

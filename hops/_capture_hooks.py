@@ -1,0 +1,104 @@
+"""The hooks by which user code is caught, in place only while a capture runs."""
+
+from __future__ import annotations
+
+import threading
+import types
+from typing import Any
+
+import torch
+
+from hops import _capture_checkpoint, _capture_function
+from hops._torch import torch_checkpoint
+
+_lock = threading.RLock()
+
+
+class capture_hooks:
+    """The hooks by which user code is caught, in place while any thread captures.
+
+    - ``FunctionMeta.__getattribute__``: see [Note: where a Function is caught].
+    - the code object of ``torch.utils.checkpoint.checkpoint``: see
+      [Note: where a checkpoint is caught].
+    """
+
+    _active = 0
+
+    def __enter__(self) -> None:
+        with _lock:
+            capture_hooks._active += 1
+            if capture_hooks._active == 1:
+                _hook_function_meta()
+                _hook_checkpoint()
+
+    def __exit__(self, *exc_info: object) -> None:
+        with _lock:
+            capture_hooks._active -= 1
+            if capture_hooks._active == 0:
+                _unhook_function_meta()
+                _unhook_checkpoint()
+
+
+_FunctionMeta: Any = type(torch.autograd.Function)
+
+
+def _hook_function_meta() -> None:
+    answer = _capture_function.answer_lookup
+
+    def __getattribute__(cls: type, name: str) -> Any:
+        found = type.__getattribute__(cls, name)
+        if name == "forward" or name == "setup_context":
+            return answer(cls, name, found)
+        return found
+
+    _FunctionMeta.__getattribute__ = __getattribute__
+
+
+def _unhook_function_meta() -> None:
+    del _FunctionMeta.__getattribute__
+
+
+def _unwrapped_checkpoint() -> types.FunctionType:
+    function = torch_checkpoint.checkpoint
+    while hasattr(function, "__wrapped__"):
+        function = function.__wrapped__
+    return function
+
+
+_checkpoint = _unwrapped_checkpoint()
+_checkpoint_code = _checkpoint.__code__
+_original_checkpoint = types.FunctionType(
+    _checkpoint_code, _checkpoint.__globals__, "checkpoint", _checkpoint.__defaults__
+)
+_original_checkpoint.__kwdefaults__ = _checkpoint.__kwdefaults__
+
+
+def _entry_code() -> types.CodeType:
+    """Code that leads to :func:`checkpoint_during_capture`, with the parameters of
+    ``checkpoint``: Dynamo reads its signature to tell the keywords apart, also
+    when it traces a branch of ``cond`` in the middle of a capture."""
+    keywords = list(_original_checkpoint.__kwdefaults__ or ())
+    source = (
+        f"def checkpoint(function, *args, {', '.join(keywords)}, **kwargs):\n"
+        "    from hops._capture_hooks import checkpoint_during_capture\n"
+        f"    named = dict({', '.join(f'{k}={k}' for k in keywords)})\n"
+        "    return checkpoint_during_capture((function, *args), {**named, **kwargs})\n"
+    )
+    namespace: dict[str, Any] = {}
+    exec(compile(source, __file__, "exec"), namespace)
+    return namespace["checkpoint"].__code__
+
+
+_entry = _entry_code()
+
+
+def _hook_checkpoint() -> None:
+    _checkpoint.__code__ = _entry
+
+
+def _unhook_checkpoint() -> None:
+    _checkpoint.__code__ = _checkpoint_code
+
+
+def checkpoint_during_capture(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return _capture_checkpoint.checkpoint_entered(_original_checkpoint, args, kwargs)
