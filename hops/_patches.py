@@ -28,6 +28,7 @@ from hops._torch import (
     FUNCTIONALIZE,
     FakeTensor,
     ProxyTorchDispatchMode,
+    capture_on_this_thread,
     custom_function_call,
     proxy_tensor,
     set_grad_enabled,
@@ -102,7 +103,7 @@ def _with_capture_hooks(trace_inner: Callable[..., Any]) -> Callable[..., Any]:
     def _trace_inner(self: Any, *args: Any, **kwargs: Any) -> Any:
         if not self.pre_dispatch:
             return trace_inner(self, *args, **kwargs)
-        with capture_hooks(), _settled_afterwards(self.fx_tracer):
+        with capture_on_this_thread(), capture_hooks(), _settled_afterwards(self.fx_tracer):
             return trace_inner(self, *args, **kwargs)
 
     return _trace_inner

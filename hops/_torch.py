@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import threading
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -50,6 +51,7 @@ __all__ = [
     "modes_are_active",
     "set_grad_enabled",
     "without_torch_functions",
+    "capture_on_this_thread",
     "compiler_is_tracing",
     "custom_function_call",
     "detect_fake_mode",
@@ -144,12 +146,36 @@ def non_strict_tracing() -> bool:
     return bool(_non_strict_flag is not None and _non_strict_flag())
 
 
+_this_thread = threading.local()
+
+
+@contextmanager
+def capture_on_this_thread() -> Iterator[None]:
+    """Note that a pre-dispatch trace runs here.
+
+    torch keeps the stack of pre-dispatch modes in one place for all threads, so
+    the mode alone does not tell whose trace it belongs to.
+    """
+    depth = getattr(_this_thread, "captures", 0)
+    _this_thread.captures = depth + 1
+    try:
+        yield
+    finally:
+        _this_thread.captures = depth
+
+
 def pre_dispatch_tracer() -> Any:
     """The tracer that records this thread's operations before dispatch, or None."""
+    if not getattr(_this_thread, "captures", 0):
+        return None
     mode = get_proxy_mode()
     if mode is None or not mode.pre_dispatch or not mode.enable_tracing:
         return None
     return None if non_strict_tracing() else mode.tracer
+
+
+def _post_dispatch_proxy_mode() -> Any:
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY)
 
 
 def compiler_is_tracing() -> bool:
@@ -158,7 +184,7 @@ def compiler_is_tracing() -> bool:
     True in both phases of AOTAutograd: while it collects metadata (a
     functionalization mode is active) and while it records the joint graph.
     """
-    if get_proxy_mode() is not None:
+    if _post_dispatch_proxy_mode() is not None:
         return True
     key = torch._C._TorchDispatchModeKey.FUNCTIONAL
     return torch._C._get_dispatch_mode(key) is not None
@@ -299,7 +325,7 @@ _get_proxies = getattr(proxy_tensor, "_get_proxies", None)
 
 def mark_saved_without_version_check(values: Any) -> None:
     """Tell AOTAutograd that these values were kept on ``ctx``, not saved (2.10 on)."""
-    if _get_proxies is None or get_proxy_mode() is None:
+    if _get_proxies is None or _post_dispatch_proxy_mode() is None:
         return
     for value in values:
         if isinstance(value, torch.Tensor):
