@@ -22,6 +22,8 @@ from torch import fx
 from dispatch_rules import TABLE
 from hops import _capture_function
 from hops._capture_hooks import capture_hooks
+from hops._export_files import forgets_frozen_parameters, keeping_frozen
+from hops._export_names import naming_the_wrapped
 from hops._import_hook import after_import
 from hops._subgraph import settle, track
 from hops._torch import (
@@ -281,6 +283,18 @@ def _patch_aot_autograd() -> Callable[[], None]:
     return _attribute(aot_autograd, "_aot_export_function", _keeping_node_metadata)
 
 
+def _patch_export() -> Callable[[], None]:
+    trace = sys.modules["torch.export._trace"]
+    return _attribute(trace, "_export_for_training", naming_the_wrapped)
+
+
+def _patch_archive() -> Callable[[], None]:
+    package = sys.modules["torch.export.pt2_archive._package"]
+    if not forgets_frozen_parameters(package):
+        return lambda: None
+    return _attribute(package, "_load_state_dict", keeping_frozen(package))
+
+
 SITES = (
     Site(
         "torch.ops.higher_order.autograd_function_apply",
@@ -327,6 +341,17 @@ SITES = (
         "aot_export_module traces its joint graph a second time and drops what the first "
         "trace wrote on the nodes: recompute, ac_graph_id",
         lambda: _once_imported("torch._functorch.aot_autograd", _patch_aot_autograd),
+    ),
+    Site(
+        "torch.export._trace._export_for_training",
+        "names below a CheckpointWrapper show the wrapper: placeholders, state_dict keys, "
+        "module paths",
+        lambda: _once_imported("torch.export._trace", _patch_export),
+    ),
+    Site(
+        "torch.export.pt2_archive._package._load_state_dict",
+        "torch 2.9 loads a frozen parameter as one that requires grad",
+        lambda: _once_imported("torch.export.pt2_archive._package", _patch_archive),
     ),
 )
 

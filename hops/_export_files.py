@@ -1,0 +1,36 @@
+"""Files of exported programs: frozen parameters stay frozen."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from functools import wraps
+from types import ModuleType
+from typing import Any
+
+
+def forgets_frozen_parameters(package: ModuleType) -> bool:
+    """Whether this torch makes every loaded parameter require grad (2.9)."""
+    load = getattr(package, "_load_state_dict", None)
+    return load is not None and "Parameter(weight_tensor)" in inspect.getsource(load)
+
+
+def keeping_frozen(package: ModuleType) -> Callable[[Any], Any]:
+    """``torch.export.pt2_archive._package._load_state_dict``, minding what the file says
+    of ``requires_grad``: a frozen parameter would get a gradient that eager does not give."""
+
+    def wrap(load: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(load)
+        def _load_state_dict(archive_reader: Any, model_name: str) -> Any:
+            state_dict = load(archive_reader, model_name)
+            if isinstance(state_dict, dict):
+                name = package.WEIGHTS_CONFIG_FILENAME_FORMAT.format(model_name)
+                config = package._load_payload_config(archive_reader, name).config
+                for key, payload in config.items():
+                    if payload.is_param and payload.tensor_meta is not None:
+                        state_dict[key].requires_grad_(payload.tensor_meta.requires_grad)
+            return state_dict
+
+        return _load_state_dict
+
+    return wrap
