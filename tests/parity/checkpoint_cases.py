@@ -41,6 +41,7 @@ class Case:
 
     Attributes:
         build: makes the module and its arguments, the same each time.
+        section: line of the README's table to which the case belongs.
         inlined: how many of the checkpoint calls that eager makes record no gradient and so
             leave no region in the graph.
         regions: the number of regions in the graph, where eager's calls do not tell it.
@@ -56,6 +57,7 @@ class Case:
 
     name: str
     build: Callable[[], tuple[nn.Module, tuple[Any, ...]]]
+    section: str
     inlined: int = 0
     regions: int | None = None
     reference: Callable[[], tuple[nn.Module, tuple[Any, ...]]] | None = None
@@ -69,9 +71,18 @@ class Case:
 CASES: list[Case] = []
 
 
+_section = ""
+
+
+def section(title: str) -> None:
+    """Give the cases that follow a line of their own in the README's table."""
+    global _section
+    _section = title
+
+
 def case(**attributes: Any) -> Callable[[Any], Any]:
     def register(build: Callable[[], tuple[nn.Module, tuple[Any, ...]]]) -> Any:
-        CASES.append(Case(build.__name__, build, **attributes))
+        CASES.append(Case(build.__name__, build, _section, **attributes))
         return build
 
     return register
@@ -101,6 +112,8 @@ def tensor(*shape: int, grad: bool = True) -> torch.Tensor:
 
 
 # ---------------------------------------------------------------------------------- call forms
+
+section("call forms")
 
 
 @case(compiled=True)
@@ -301,6 +314,8 @@ def partial():
 
 
 # --------------------------------------------------------------------------- inputs and outputs
+
+section("inputs and outputs")
 
 
 @case(compiled=True)
@@ -517,6 +532,8 @@ def data_dependent_shape_out():
 
 # ------------------------------------------------------------------------------------- closures
 
+section("closures")
+
 
 @case(compiled=True)
 def closures():
@@ -614,6 +631,8 @@ def intermediate_used_in_next_region():
 
 
 # -------------------------------------------------------------------------- several and nested
+
+section("several and nested")
 
 
 @case(compiled=True)
@@ -732,6 +751,8 @@ def region_of_one_of_two_calls_records():
 
 # ------------------------------------------------------------------------- no gradient to record
 
+section("no gradient to record")
+
 
 @case(inlined=1)
 def nothing_to_record():
@@ -809,6 +830,8 @@ def reentrant_gradient_only_by_closure():
 
 
 # ----------------------------------------------------------------------- modes, side effects
+
+section("modes, side effects")
 
 
 @case()
@@ -1052,6 +1075,8 @@ def gradient_of_the_region_inside_it():
 
 # ----------------------------------------------------------------- Functions and other operators
 
+section("Functions and other operators")
+
 
 class Clip(torch.autograd.Function):
     """A straight-through clamp: its backward is not the derivative of its forward."""
@@ -1208,6 +1233,8 @@ def encoder_layer():
 
 # ----------------------------------------------------------------------------------- randomness
 
+section("randomness")
+
 
 @case(compiled=True)
 def dropout():
@@ -1345,6 +1372,8 @@ def dropout_inside_cond_inside_region():
 
 
 # --------------------------------------------------------------------------- selective policies
+
+section("selective policies")
 
 MM_OPS = [torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.linear.default]
 

@@ -33,6 +33,8 @@ class Case:
 
     name: str
     build: Callable[[], tuple[nn.Module, tuple[Any, ...]]]
+    #: Line of the README's table to which the case belongs.
+    section: str
     #: Operators that the graph must hold; None: as many as there are nodes of
     #: Functions in the autograd graph that eager builds.  -1: not looked at.
     calls: int | None = None
@@ -58,9 +60,18 @@ class Case:
 CASES: dict[str, Case] = {}
 
 
+_section = ""
+
+
+def section(title: str) -> None:
+    """Give the cases that follow a line of their own in the README's table."""
+    global _section
+    _section = title
+
+
 def case(**options: Any) -> Callable[[Callable[[], Any]], Callable[[], Any]]:
     def register(build: Callable[[], Any]) -> Callable[[], Any]:
-        CASES[build.__name__] = Case(build.__name__, build, **options)
+        CASES[build.__name__] = Case(build.__name__, build, _section, **options)
         return build
 
     return register
@@ -127,6 +138,8 @@ class Triple(Function):
 
 
 # ------------------------------------------------------------------------ Context: what is saved
+
+section("`ctx`: what is saved")
 
 
 @case(aot=True, double=True)
@@ -440,6 +453,8 @@ def ctx_methods_through_helpers():
 
 # -------------------------------------------------------------------------- Context: mark_dirty
 
+section("`mark_dirty`")
+
 
 class _Double_(Function):
     @staticmethod
@@ -540,6 +555,8 @@ def mark_dirty_on_an_input_without_grad():
 
 
 # --------------------------------------------------- Context: mark_non_differentiable, materialize
+
+section("`mark_non_differentiable`, `set_materialize_grads`")
 
 
 @case(aot=True)
@@ -675,6 +692,8 @@ def materialize_grads_by_default():
 
 
 # ------------------------------------------------------------------------- Context: what is asked
+
+section("`ctx`: what is asked (`needs_input_grad`, `once_differentiable`, ...)")
 
 
 # torch 2.9 loads every parameter as one that requires grad; then it is refused.
@@ -884,6 +903,8 @@ if hasattr(FunctionCtx, "input_grad_buffers"):
 
 # ---------------------------------------------------------------------------- Call shapes: inputs
 
+section("inputs")
+
 
 @case(aot=True)
 def the_same_tensor_in_several_slots():
@@ -1070,6 +1091,8 @@ def non_contiguous_operands():
 
 
 # --------------------------------------------------------------------------- Call shapes: outputs
+
+section("outputs")
 
 
 @case(aot=True, double=True)
@@ -1319,6 +1342,8 @@ def a_tensor_and_a_list_of_tensors():
 
 # --------------------------------------------------------------------- Call shapes: how it is held
 
+section("how the Function is written and held")
+
 
 @case()
 def classmethod_forward_and_backward():
@@ -1519,6 +1544,8 @@ def several_calls_in_a_loop():
 
 # ------------------------------------------------------------------ Call shapes: transforms, control
 
+section("transforms, control flow, other operators")
+
 
 class _Generated(Function):
     generate_vmap_rule = True
@@ -1688,6 +1715,8 @@ def a_custom_op():
 
 # ---------------------------------------------------------------------- Call shapes: dtypes, tensors
 
+section("dtypes, layouts, tensor subclasses")
+
 
 class _Any(Function):
     """For any dtype."""
@@ -1807,6 +1836,8 @@ def a_dtensor():
 
 
 # -------------------------------------------------------------------------------------- Backward
+
+section("backward")
 
 
 class _Layout(Function):
@@ -2368,6 +2399,8 @@ def an_item_on_ctx():
 
 # ------------------------------------------------------------------------------------------ State
 
+section("Python state and buffers")
+
 
 @case(aot=True)
 def a_buffer_updated_within_forward():
@@ -2474,6 +2507,8 @@ def an_attribute_on_the_module():
 
 
 # ---------------------------------------------------------------------- Calls that are not recorded
+
+section("calls that record no gradient")
 
 
 @case(calls=0)

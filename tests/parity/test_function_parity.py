@@ -324,7 +324,7 @@ def _quiet():
 
 
 @pytest.mark.parametrize("name, front_end, replay", grid())
-def test_equals_eager(name: str, front_end: str, replay: str) -> None:
+def test_equals_eager(name: str, front_end: str, replay: str, record_property: Any) -> None:
     case = CASES[name]
     try:
         callable_, module = replayable(name, front_end, replay)
@@ -335,6 +335,7 @@ def test_equals_eager(name: str, front_end: str, replay: str) -> None:
         if case.refusal is None:
             raise
         assert case.refusal in str(error)
+        record_property("refused", True)
         return
     assert_equal(got, eager(name, False))
     if case.others is not None:

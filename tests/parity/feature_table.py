@@ -1,0 +1,77 @@
+"""The README's table of what equals eager, made of what passed in the run of the suite."""
+
+from __future__ import annotations
+
+import os
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import checkpoint_cases
+import function_cases
+
+README = Path(__file__).parents[2] / "README.md"
+BEGIN, END = "<!-- feature table -->\n", "<!-- end of feature table -->\n"
+#: The README shows the torch that `make test` uses.
+TORCH = "2.13.0"
+FRONT_ENDS = ("nonstrict", "strict", "make_fx")
+
+SUITES = {
+    "test_function_parity.py": ("Functions", list(function_cases.CASES.values())),
+    "test_checkpoint_parity.py": ("Checkpointed regions", checkpoint_cases.CASES),
+}
+
+
+class Table:
+    """Outcomes of ``test_equals_eager``, by suite, case and front end."""
+
+    def __init__(self) -> None:
+        self.outcomes: dict[tuple[str, str, str], dict[str, str]] = defaultdict(dict)
+
+    def add(self, report: Any) -> None:
+        if report.when != "call" or "::test_equals_eager[" not in report.nodeid:
+            return
+        path, _, rest = report.nodeid.partition("::")
+        run = rest.rpartition("@")[0] or rest  # xdist writes the group after the name
+        case, front_end, replay = run[run.index("[") + 1 : run.rindex("]")].rsplit("-", 2)
+        refused = ("refused", True) in report.user_properties
+        outcome = "refused" if refused and report.passed else report.outcome
+        self.outcomes[Path(path).name, case, front_end][replay] = outcome
+
+    def is_complete(self, expected: set[tuple[str, str, str, str]]) -> bool:
+        seen = {(*key, replay) for key, replays in self.outcomes.items() for replay in replays}
+        return expected <= seen
+
+    def text(self) -> str:
+        """In Markdown: a line for each section, a column for each front end."""
+        lines = ["| | " + " | ".join(FRONT_ENDS) + " |", "|---" * (1 + len(FRONT_ENDS)) + "|"]
+        for suite, (title, cases) in SUITES.items():
+            lines.append(f"| **{title}** |" + " |" * len(FRONT_ENDS))
+            sections: dict[str, list[str]] = {}
+            for case in cases:
+                sections.setdefault(case.section, []).append(case.name)
+            for section, names in sections.items():
+                cells = [self._cell(suite, names, front_end) for front_end in FRONT_ENDS]
+                lines.append(f"| {section} | " + " | ".join(cells) + " |")
+        return "\n".join(lines) + "\n"
+
+    def _cell(self, suite: str, names: list[str], front_end: str) -> str:
+        runs = [self.outcomes.get((suite, name, front_end), {}) for name in names]
+        runs = [replays for replays in runs if replays]
+        good = [r for r in runs if set(r.values()) <= {"passed", "refused"}]
+        refused = sum("refused" in r.values() for r in good)
+        cell = f"{len(good) - refused} of {len(runs)}"
+        return cell + (f", {refused} refused" if refused else "")
+
+
+def update(text: str) -> bool:
+    """Write the table into the README where ``EXPECTTEST_ACCEPT=1``; whether it is there now."""
+    before = README.read_text()
+    head, _, rest = before.partition(BEGIN)
+    current, _, tail = rest.partition(END)
+    if current == text:
+        return True
+    if os.environ.get("EXPECTTEST_ACCEPT") != "1":
+        return False
+    README.write_text(head + BEGIN + text + END + tail)
+    return True
