@@ -33,6 +33,7 @@ class BackwardCapture:
         self.call = call
         self.slots = slots
         self.tracer = call.tracer
+        self.first = True
 
     def run(self, options: dict[str, Any]) -> tuple[list[Any], list[Any], list[int]]:
         """Trace all forms of the backward that the operator needs.
@@ -42,6 +43,7 @@ class BackwardCapture:
             forward, and which of them went through ``save_for_backward``.
         """
         traced = [("bwd", *self._trace(options, frozenset()))]
+        self.first = False
         if not options.get("materialize_grads", True):
             for missing in self._absent_gradients(options):
                 key = "bwd_without_" + "_".join(map(str, sorted(missing)))
@@ -119,19 +121,27 @@ class BackwardCapture:
     ) -> tuple[Any, list[Any]]:
         body = Recording(self.tracer)
         ctx = self.call.ctx.for_backward()
+        values = (*self.call.args, *ctx.__dict__.values())
+        watch = self.call.watch("backward", [backward], values)
         with body.active(), set_grad_enabled_silently(grad_mode), _random_state_kept(self.slots):
             gradients = self._gradients(body, options, missing, grad_mode)
             try:
                 returned = backward(ctx, *gradients)
             except (CaptureError, KeyboardInterrupt):
+                watch.undo()
                 raise
             except Exception as error:
+                watch.undo()
                 raise CaptureError(
                     f"hops: the backward of {self.call.name} could not be captured: "
                     f"{type(error).__name__}: {error}\n"
                     "It must run on gradients of the shape, dtype and layout of the outputs, "
                     "without looking at their values."
                 ) from error
+            if self.first:
+                watch.report()
+            else:
+                watch.undo()
             outputs = [node_of(g, self.tracer) for g in self._checked(returned)]
         if ctx.read_needs_input_grad:
             options["needs_input_grad"] = self._needs_input_grad()

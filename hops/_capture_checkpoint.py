@@ -18,6 +18,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import fx
 
+from hops._effects import Watch
 from hops._policy import record_policy
 from hops._subgraph import ClosedBody, Recording, add_output, close_body, emit, node_of, owner_of
 from hops._torch import (
@@ -90,8 +91,10 @@ def _capture_region(
         return function(*args, **kwargs)
     tracer = pre_dispatch_tracer()
     region = Recording(tracer)
+    watch = Watch(_region_name(function), [function], (*args, *kwargs.values()))
     with region.active():
         result = function(*args, **kwargs)
+        watch.report()
     leaves, spec = pytree.tree_flatten(result)
     region.lift_free_values()
     if not _records_gradient(region, leaves):
@@ -99,6 +102,17 @@ def _capture_region(
         return result
     _write(region, leaves, options)
     return result
+
+
+def _region_name(function: Any) -> str:
+    """A region as a warning names it: by what it runs."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    owner = getattr(function, "__self__", None)
+    named = type(owner) if isinstance(owner, torch.nn.Module) else function
+    if not hasattr(named, "__qualname__"):
+        named = type(named)
+    return f"the checkpointed region {named.__module__}.{named.__qualname__}"
 
 
 def _records_gradient(region: Recording, leaves: list[Any]) -> bool:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from torch import fx
 
 from hops._capture_backward import BackwardCapture
 from hops._context import RecordedContext
+from hops._effects import Watch
 from hops._subgraph import (
     ClosedBody,
     Recording,
@@ -149,8 +150,10 @@ class _Capture:
         for leaf in self._leaves(self.tensor_args):
             self.forward.add_operand(node_of(leaf, self.tracer))
             self.num_inputs += 1
+        watch = self.watch("forward", self._user_forward(), self.args)
         with self.forward.active():
             returned = forward()
+            watch.report()
             slots = list(returned) if isinstance(returned, tuple) else [returned]
             untouched = self._alias_untouched(slots)
         if not self._records_gradient():
@@ -160,6 +163,14 @@ class _Capture:
                 return returned
         self._write(slots, untouched)
         return tuple(slots) if isinstance(returned, tuple) else slots[0]
+
+    def watch(self, method: str, functions: list[Any], values: Iterable[Any]) -> Watch:
+        """Look for side effects of a method of the Function, on these values among others."""
+        return Watch(f"{self.name}.{method}", functions, (self.function, *values))
+
+    def _user_forward(self) -> list[Any]:
+        names = ("forward", "setup_context")
+        return [type.__getattribute__(self.function, name) for name in names]
 
     def _leaves(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
         return [leaf for t in tensors for leaf in leaf_tensors(t, self.tracer)]

@@ -22,6 +22,7 @@ from torch import fx
 from dispatch_rules import TABLE
 from hops import _capture_function
 from hops._capture_hooks import capture_hooks
+from hops._effects import effects_told_at_the_end
 from hops._export_files import forgets_frozen_parameters, keeping_frozen
 from hops._export_names import naming_the_wrapped
 from hops._import_hook import after_import
@@ -105,8 +106,9 @@ def _with_capture_hooks(trace_inner: Callable[..., Any]) -> Callable[..., Any]:
     def _trace_inner(self: Any, *args: Any, **kwargs: Any) -> Any:
         if not self.pre_dispatch:
             return trace_inner(self, *args, **kwargs)
-        with capture_on_this_thread(), capture_hooks(), _settled_afterwards(self.fx_tracer):
-            return trace_inner(self, *args, **kwargs)
+        with capture_on_this_thread(), effects_told_at_the_end(), capture_hooks():
+            with _settled_afterwards(self.fx_tracer):
+                return trace_inner(self, *args, **kwargs)
 
     return _trace_inner
 
