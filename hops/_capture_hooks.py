@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from hops import _capture_checkpoint, _capture_function
-from hops._torch import torch_checkpoint
+from hops._torch import CHECKPOINT_KEYWORDS, checkpoint_function, checkpoint_takes_tuples
 
 _lock = threading.RLock()
 
@@ -18,7 +18,7 @@ class capture_hooks:
     """The hooks by which user code is caught, in place while any thread captures.
 
     - ``FunctionMeta.__getattribute__``: see [Note: where a Function is caught].
-    - the code object of ``torch.utils.checkpoint.checkpoint``: see
+    - the code object of the function that ``torch.utils.checkpoint.checkpoint`` ends in: see
       [Note: where a checkpoint is caught].
     """
 
@@ -58,47 +58,54 @@ def _unhook_function_meta() -> None:
     del _FunctionMeta.__getattribute__
 
 
-def _unwrapped_checkpoint() -> types.FunctionType:
-    function = torch_checkpoint.checkpoint
-    while hasattr(function, "__wrapped__"):
-        function = function.__wrapped__
-    return function
-
-
-_checkpoint = _unwrapped_checkpoint()
-_checkpoint_code = _checkpoint.__code__
+_checkpoint_code = checkpoint_function.__code__
 _original_checkpoint = types.FunctionType(
-    _checkpoint_code, _checkpoint.__globals__, "checkpoint", _checkpoint.__defaults__
+    _checkpoint_code,
+    checkpoint_function.__globals__,
+    checkpoint_function.__name__,
+    checkpoint_function.__defaults__,
 )
-_original_checkpoint.__kwdefaults__ = _checkpoint.__kwdefaults__
+_original_checkpoint.__kwdefaults__ = checkpoint_function.__kwdefaults__
 
 
 def _entry_code() -> types.CodeType:
     """Code that leads to :func:`checkpoint_during_capture`, with the parameters of
-    ``checkpoint``: Dynamo reads its signature to tell the keywords apart, also
-    when it traces a branch of ``cond`` in the middle of a capture."""
+    the function that it stands for: Dynamo reads the signature of ``checkpoint`` to tell
+    the keywords apart, also when it traces a branch of ``cond`` in the middle of a capture."""
     keywords = list(_original_checkpoint.__kwdefaults__ or ())
+    if checkpoint_takes_tuples:
+        parameters = f"function, args, kwargs, *, {', '.join(keywords)}"
+    else:
+        parameters = f"function, *args, {', '.join(keywords)}, **kwargs"
     source = (
-        f"def checkpoint(function, *args, {', '.join(keywords)}, **kwargs):\n"
+        f"def {checkpoint_function.__name__}({parameters}):\n"
         "    from hops._capture_hooks import checkpoint_during_capture\n"
         f"    named = dict({', '.join(f'{k}={k}' for k in keywords)})\n"
         "    return checkpoint_during_capture((function, *args), {**named, **kwargs})\n"
     )
     namespace: dict[str, Any] = {}
     exec(compile(source, __file__, "exec"), namespace)
-    return namespace["checkpoint"].__code__
+    return namespace[checkpoint_function.__name__].__code__
 
 
 _entry = _entry_code()
 
 
 def _hook_checkpoint() -> None:
-    _checkpoint.__code__ = _entry
+    checkpoint_function.__code__ = _entry
 
 
 def _unhook_checkpoint() -> None:
-    _checkpoint.__code__ = _checkpoint_code
+    checkpoint_function.__code__ = _checkpoint_code
+
+
+def _call_original(function: Any, *args: Any, **kwargs: Any) -> Any:
+    """``checkpoint`` as torch wrote it."""
+    if not checkpoint_takes_tuples:
+        return _original_checkpoint(function, *args, **kwargs)
+    options = {k: kwargs.pop(k) for k in CHECKPOINT_KEYWORDS if k in kwargs}
+    return _original_checkpoint(function, args, kwargs, **options)
 
 
 def checkpoint_during_capture(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return _capture_checkpoint.checkpoint_entered(_original_checkpoint, args, kwargs)
+    return _capture_checkpoint.checkpoint_entered(_call_original, args, kwargs)

@@ -52,6 +52,8 @@ __all__ = [
     "set_grad_enabled",
     "without_torch_functions",
     "capture_on_this_thread",
+    "checkpoint_function",
+    "checkpoint_takes_tuples",
     "compiler_is_tracing",
     "custom_function_call",
     "detect_fake_mode",
@@ -105,6 +107,20 @@ CHECKPOINT_KEYWORDS: dict[str, Any] = {
     if parameter.kind is inspect.Parameter.KEYWORD_ONLY
 }
 CHECKPOINT_KEYWORDS.setdefault("preserve_rng_state", True)
+
+
+def _checkpoint_function() -> Any:
+    function = getattr(torch_checkpoint, "_checkpoint_impl", torch_checkpoint.checkpoint)
+    while hasattr(function, "__wrapped__"):
+        function = function.__wrapped__
+    return function
+
+
+#: The function that runs a region, however ``checkpoint`` was called.  From torch 2.14
+#: on that is ``_checkpoint_impl(function, args, kwargs, *, ...)``, to which the curried
+#: form ``checkpoint(use_reentrant=False)(function)`` goes directly.
+checkpoint_function = _checkpoint_function()
+checkpoint_takes_tuples = checkpoint_function.__name__ != "checkpoint"
 
 #: The dispatch modes by which ``torch.utils.checkpoint`` carries out a
 #: selective policy: (forward, recompute).
