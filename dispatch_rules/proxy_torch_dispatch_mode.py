@@ -15,9 +15,11 @@ from torch import fx
 from dispatch_rules import autograd
 from hops import autograd_function_apply as function_operator
 from hops import tag_activation_checkpoint as checkpoint_operator
+from hops._capture_checkpoint import capture_body
 from hops._policy import record_policy
 from hops._subgraph import emit, tidy_body
 from hops._torch import (
+    PreDispatchTorchFunctionMode,
     ProxyTorchDispatchMode,
     detect_fake_mode,
     reenter_make_fx,
@@ -101,9 +103,9 @@ def _flat_backward(form: CallForm, body: Any, num_operands: int) -> Callable[...
 
 
 def tag_activation_checkpoint(mode: Any, body: Any, *operands: Any, **options: Any) -> Any:
-    if mode.pre_dispatch and not autograd.records_gradient(body, operands):
-        with mode:
-            return function_operator.run_body(body, operands)
+    if mode.pre_dispatch:
+        with mode, PreDispatchTorchFunctionMode(mode.tracer), fx.traceback.preserve_node_meta():
+            return capture_body(body, operands, options)
     with unbacked_symbols_bound(detect_fake_mode(operands)):
         result = autograd.tag_activation_checkpoint(body, *operands, **options)
     if not mode.enable_tracing:

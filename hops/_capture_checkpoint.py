@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ import torch.utils._pytree as pytree
 from torch import fx
 
 from hops._effects import Watch
-from hops._policy import record_policy
+from hops._policy import context_fn_of, record_policy
 from hops._subgraph import ClosedBody, Recording, add_output, close_body, emit, node_of, owner_of
 from hops._torch import (
     CHECKPOINT_KEYWORDS,
@@ -29,6 +29,7 @@ from hops._torch import (
     torch_checkpoint,
     without_torch_functions,
 )
+from hops.autograd_function_apply import run_body
 from hops.tag_activation_checkpoint import CONTEXT_FN, node_options, tag_activation_checkpoint
 
 
@@ -48,11 +49,11 @@ def checkpoint_entered(
     if function is None:
         return original(*args, **kwargs)
     options = {k: kwargs.pop(k) for k in CHECKPOINT_KEYWORDS if k in kwargs}
-    use_reentrant = _resolve_use_reentrant(original, options, kwargs)
+    use_reentrant = resolve_use_reentrant(original, options, kwargs)
     return _capture_region(function, args[1:], kwargs, {**options, "use_reentrant": use_reentrant})
 
 
-def _resolve_use_reentrant(
+def resolve_use_reentrant(
     original: Callable[..., Any], options: dict[str, Any], kwargs: dict[str, Any]
 ) -> bool:
     """Which implementation eager would take, after torch's own checks and warnings.
@@ -89,12 +90,30 @@ def _capture_region(
         return _run_without_gradient(function, args, kwargs)
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
-    tracer = pre_dispatch_tracer()
-    region = Recording(tracer)
     watch = Watch(_region_name(function), [function], (*args, *kwargs.values()))
-    with region.active():
+
+    def run() -> Any:
         result = function(*args, **kwargs)
         watch.report()
+        return result
+
+    return _record(run, options)
+
+
+def capture_body(body: fx.GraphModule, operands: Sequence[Any], options: dict[str, Any]) -> Any:
+    """Capture a region that is an operator already: in Dynamo's graph, or in one that
+    is exported again."""
+    if not torch.is_grad_enabled():
+        return run_body(body, operands)
+    context_fn = context_fn_of(body, options)
+    kept = {k: v for k, v in options.items() if k not in ("form", "policy")}
+    return _record(lambda: run_body(body, operands), {**kept, "context_fn": context_fn})
+
+
+def _record(run: Callable[[], Any], options: dict[str, Any]) -> Any:
+    region = Recording(pre_dispatch_tracer())
+    with region.active():
+        result = run()
     leaves, spec = pytree.tree_flatten(result)
     region.lift_free_values()
     if not _records_gradient(region, leaves):
@@ -118,6 +137,8 @@ def _region_name(function: Any) -> str:
 def _records_gradient(region: Recording, leaves: list[Any]) -> bool:
     """Whether backward would have anything to recompute.  The outputs tell, unless they
     are inside objects that are no pytrees; then any value of the region does."""
+    if not region.graph.nodes:
+        return False
     if any(isinstance(x, torch.Tensor) and x.requires_grad for x in leaves):
         return True
     return any(

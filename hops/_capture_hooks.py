@@ -99,7 +99,7 @@ def _unhook_checkpoint() -> None:
     checkpoint_function.__code__ = _checkpoint_code
 
 
-def _call_original(function: Any, *args: Any, **kwargs: Any) -> Any:
+def call_original(function: Any, *args: Any, **kwargs: Any) -> Any:
     """``checkpoint`` as torch wrote it."""
     if not checkpoint_takes_tuples:
         return _original_checkpoint(function, *args, **kwargs)
@@ -108,4 +108,4 @@ def _call_original(function: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def checkpoint_during_capture(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return _capture_checkpoint.checkpoint_entered(_call_original, args, kwargs)
+    return _capture_checkpoint.checkpoint_entered(call_original, args, kwargs)

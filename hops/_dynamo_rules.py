@@ -10,23 +10,21 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import fx
 from torch._dispatch.python import enable_python_dispatcher
 from torch._dynamo import trace_rules
-from torch._dynamo.exc import UserError, UserErrorType
+from torch._dynamo.output_graph import OutputGraph
 from torch._dynamo.variables.builder import wrap_fx_proxy
 from torch._dynamo.variables.higher_order_ops import (
     CheckpointHigherOrderVariable,
     TorchHigherOrderOperatorVariable,
 )
 from torch._dynamo.variables.misc import AutogradFunctionVariable
-from torch._dynamo.variables.tensor import TensorVariable
 
 from hops._capture_function import function_name
 from hops._dynamo_functions import NotPython, capture_by_running, installed_name
+from hops._dynamo_regions import MARKS, fold_regions, trace_region
 from hops._torch import (
-    reentrant_by_default,
     stock_autograd_function_apply,
     stock_tag_activation_checkpoint,
     torch_checkpoint,
@@ -49,7 +47,8 @@ class CapturedFunctionVariable(TorchHigherOrderOperatorVariable):
 
 class CapturedCheckpointVariable(CheckpointHigherOrderVariable):
     """A call of ``tag_activation_checkpoint``: a captured one keeps its body as it
-    is; the user's own ``checkpoint(f, ...)`` is traced by stock Dynamo."""
+    is; the user's own ``checkpoint(f, ...)`` is traced in place under export, and by
+    stock Dynamo otherwise."""
 
     def call_function(self, tx: Any, args: Any, kwargs: Any) -> Any:
         if not args and "function" in kwargs:
@@ -58,50 +57,9 @@ class CapturedCheckpointVariable(CheckpointHigherOrderVariable):
         if "form" in kwargs:
             if _graph_module(tx, args[0]) is not None:
                 return _call_captured(tx, self.value, list(args), dict(kwargs))
-        if tx.output.export and torch.is_grad_enabled():
-            _refuse_misread_region(tx, args, kwargs)
+        if tx.output.export:
+            return trace_region(tx, self, list(args), dict(kwargs))
         return super().call_function(tx, args, kwargs)
-
-
-def _refuse_misread_region(tx: Any, args: Any, kwargs: Any) -> None:
-    """Refuse, under export, a region of which Dynamo would silently make something else.
-
-    Raises:
-        UserError: a reentrant region none of whose own arguments requires grad
-            (eager runs it without gradients; Dynamo cannot tell its arguments
-            from its free values later), or a region under a function mode of
-            the user's (Dynamo traces the body without the mode).
-    """
-    asked = kwargs.get("use_reentrant")
-    reentrant = None if asked is None else asked.as_python_constant()
-    if reentrant is None:
-        reentrant = reentrant_by_default()
-    if reentrant and not any(_requires_grad(a.realize()) for a in args[1:]):
-        _refuse(
-            args[0],
-            "is reentrant and none of its arguments requires grad, so that eager gives it no "
-            "gradient at all",
-            "pass use_reentrant=False",
-        )
-    if getattr(tx.symbolic_torch_function_state, "mode_stack", ()):
-        _refuse(args[0], "runs under a TorchFunctionMode", "leave the mode before the region")
-
-
-def _requires_grad(variable: Any) -> bool:
-    return isinstance(variable, TensorVariable) and bool(variable.requires_grad)
-
-
-def _refuse(function: Any, reason: str, way_out: str) -> None:
-    variable = function.realize()
-    try:
-        name = variable.get_name()
-    except (AttributeError, NotImplementedError):
-        name = getattr(variable, "value", variable).__class__.__name__
-    raise UserError(
-        UserErrorType.INVALID_INPUT,
-        f"hops: the checkpointed region of {name} {reason}; strict capture would differ from "
-        f"that. Capture with strict=False, or {way_out}.",
-    )
 
 
 def _graph_module(tx: Any, variable: Any) -> fx.GraphModule | None:
@@ -183,6 +141,18 @@ def _with_name(result: Any, tx: Any, function: type) -> Any:
     return result
 
 
+def call_user_compiler(stock: Callable[..., Any]) -> Callable[..., Any]:
+    """``OutputGraph.call_user_compiler``, which gets the complete graph."""
+
+    @functools.wraps(stock)
+    def call_user_compiler(self: Any, gm: fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
+        if self.export:
+            fold_regions(gm)
+        return stock(self, gm, *args, **kwargs)
+
+    return call_user_compiler
+
+
 def install() -> Callable[[], None]:
     make_before = TorchHigherOrderOperatorVariable.__dict__["make"]
     apply_before = AutogradFunctionVariable.__dict__["call_apply"]
@@ -190,12 +160,17 @@ def install() -> Callable[[], None]:
         make_variable(TorchHigherOrderOperatorVariable.make)
     )
     AutogradFunctionVariable.call_apply = call_apply_under_export(apply_before)
+    compiler_before = OutputGraph.__dict__["call_user_compiler"]
+    OutputGraph.call_user_compiler = call_user_compiler(compiler_before)
+    fx.node._side_effectful_functions.update(MARKS)
     inlined = trace_rules.get_mod_inlinelist()
     inlined.add(torch_checkpoint.__file__)
 
     def restore() -> None:
         TorchHigherOrderOperatorVariable.make = make_before
         AutogradFunctionVariable.call_apply = apply_before
+        OutputGraph.call_user_compiler = compiler_before
+        fx.node._side_effectful_functions.difference_update(MARKS)
         inlined.discard(torch_checkpoint.__file__)
 
     return restore

@@ -28,6 +28,7 @@ from torch._ops import HigherOrderOperator
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental import proxy_tensor
 from torch.fx.experimental.proxy_tensor import (
+    PreDispatchTorchFunctionMode,
     ProxyTorchDispatchMode,
     disable_proxy_modes_tracing,
     get_proxy_mode,
@@ -42,6 +43,7 @@ __all__ = [
     "FakeTensorMode",
     "FUNCTIONALIZE",
     "HigherOrderOperator",
+    "PreDispatchTorchFunctionMode",
     "ProxyTorchDispatchMode",
     "StockAutogradFunctionApply",
     "StockTagActivationCheckpoint",

@@ -3,8 +3,6 @@
 import pytest
 import torch
 from models import FunctionModel, Scale, assert_same, gradients, operators
-from torch.overrides import TorchFunctionMode
-from torch.utils.checkpoint import checkpoint
 
 import hops
 
@@ -28,51 +26,6 @@ def test_a_hook_on_a_tensor_is_refused(strict):
     with pytest.raises(Exception, match=refusals) as refusal:
         export(Hooked(), strict)
     assert strict or isinstance(refusal.value, hops.CaptureError)
-
-
-class Closure(FunctionModel):
-    """A region whose gradient only a closure records."""
-
-    def __init__(self, **options):
-        super().__init__()
-        self.options = options
-
-    def forward(self, x):
-        return checkpoint(self.linear, x, **self.options) + self.weight
-
-
-@pytest.mark.filterwarnings("ignore:.*use_reentrant")
-@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
-@pytest.mark.parametrize("options", [{"use_reentrant": True}, {}], ids=["reentrant", "default"])
-def test_a_reentrant_region_without_input_gradient(options):
-    model, x = Closure(**options), torch.ones(2, 3)
-    want = gradients(model, x)
-    ep = export(model, strict=False)
-    assert_same(gradients(ep.module(), x), want)
-    if want[1]["linear.weight"] is None:
-        with pytest.raises(Exception, match="is reentrant and none of its arguments.*strict=False"):
-            export(model, strict=True)
-    else:
-        assert operators(export(model, strict=True).graph_module) == ["tag_activation_checkpoint"]
-
-
-class Negated(TorchFunctionMode):
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        return -result if func is torch.sin else result
-
-
-def test_a_region_under_a_function_mode_is_refused_by_strict_capture():
-    class Moded(FunctionModel):
-        def forward(self, x):
-            with Negated():
-                return checkpoint(lambda h: torch.sin(h), self.linear(x), use_reentrant=False)
-
-    model, x = Moded(), torch.ones(2, 3)
-    ep = export(model, strict=False)
-    torch.testing.assert_close(ep.module()(x), model(x))
-    with pytest.raises(Exception, match="runs under a TorchFunctionMode.*strict=False"):
-        export(model, strict=True)
 
 
 @FRONT_ENDS

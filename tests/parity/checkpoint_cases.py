@@ -400,7 +400,7 @@ def output_is_operand():
     return model(forward), (tensor(),)
 
 
-@case()
+@case(inlined=1)
 def output_is_the_only_operand():
     def forward(self, x):
         return checkpoint(lambda x: x, torch.sin(x), use_reentrant=False) * 2
