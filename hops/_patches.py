@@ -332,9 +332,11 @@ SITES = (
     ),
     Site(
         "torch._dynamo: TorchHigherOrderOperatorVariable.make, "
-        "AutogradFunctionVariable.call_apply, list of files to inline",
+        "AutogradFunctionVariable.call_apply, OutputGraph.call_user_compiler, list of files to "
+        "inline",
         "Dynamo cannot read a graph that holds autograd_function_apply, traces the body of a "
-        "captured region anew, refuses or misreads many Functions under export, and skips "
+        "captured region anew, refuses or misreads many Functions and regions under export "
+        "(what happened in a region is cut out of the complete graph), and skips "
         "checkpoint_sequential",
         lambda: _once_imported("torch._dynamo", _patch_dynamo),
     ),
