@@ -23,6 +23,7 @@ from dispatch_rules import TABLE
 from hops import _capture_function
 from hops._capture_hooks import capture_hooks
 from hops._effects import effects_told_at_the_end
+from hops._export_passes import EXPORT_PASSES, mend_export_pass
 from hops._export_files import forgets_frozen_parameters, keeping_frozen
 from hops._export_names import naming_the_wrapped
 from hops._import_hook import after_import
@@ -297,6 +298,10 @@ def _patch_archive() -> Callable[[], None]:
     return _attribute(package, "_load_state_dict", keeping_frozen(package))
 
 
+def _patch_export_pass(name: str) -> Callable[[], None]:
+    return mend_export_pass(sys.modules[name])
+
+
 SITES = (
     Site(
         "torch.ops.higher_order.autograd_function_apply",
@@ -345,6 +350,15 @@ SITES = (
         "aot_export_module traces its joint graph a second time and drops what the first "
         "trace wrote on the nodes: recompute, ac_graph_id",
         lambda: _once_imported("torch._functorch.aot_autograd", _patch_aot_autograd),
+    ),
+    *(
+        Site(
+            f"{name}: nodes_first, node_inline_, sequential_split",
+            "where operators hold bodies, it overlooks switches of grad mode and autocast, and "
+            "deletes bodies inside bodies and the metadata of those with a switch in them",
+            functools.partial(_once_imported, name, functools.partial(_patch_export_pass, name)),
+        )
+        for name in EXPORT_PASSES
     ),
     Site(
         "torch.export._trace._export_for_training",
