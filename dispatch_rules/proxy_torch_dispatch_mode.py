@@ -17,10 +17,11 @@ from hops import autograd_function_apply as function_operator
 from hops import tag_activation_checkpoint as checkpoint_operator
 from hops._capture_checkpoint import capture_body
 from hops._policy import record_policy
-from hops._subgraph import emit, tidy_body
+from hops._subgraph import drop_grad_switches, emit, tidy_body
 from hops._torch import (
     PreDispatchTorchFunctionMode,
     ProxyTorchDispatchMode,
+    autocast_disabled,
     detect_fake_mode,
     reenter_make_fx,
     set_grad_enabled_silently,
@@ -45,13 +46,14 @@ def autograd_function_apply(mode: Any, fwd: Any, bwd: Any, *operands: Any, **opt
     bodies = {
         "fwd": _retrace(_flat_forward(form), operands, grad_mode=False),
     }
-    gradients = [torch.ones_like(v) if isinstance(v, torch.Tensor) else None for v in outputs]
+    gradients = [torch.ones_like(v) for v in outputs if isinstance(v, torch.Tensor)]
     for key, body in [("bwd", bwd), *_other_backwards(options)]:
-        absent = key.removeprefix("bwd").removeprefix("_without_").split("_")
-        given = [None if str(i) in absent else g for i, g in enumerate(gradients)]
-        bodies[key] = _retrace(
-            _flat_backward(form, body, len(operands)), (*given, *saved), grad_mode=True
-        )
+        with autocast_disabled():
+            bodies[key] = _retrace(
+                _flat_backward(form, body, outputs, len(operands)),
+                (*gradients, *saved),
+                grad_mode=True,
+            )
     nodes = {
         key: _register(tracer, "fwd_body_" if key == "fwd" else "bwd_body_", body)
         for key, body in bodies.items()
@@ -92,8 +94,16 @@ def _flat_forward(form: CallForm) -> Callable[..., Any]:
     return forward
 
 
-def _flat_backward(form: CallForm, body: Any, num_operands: int) -> Callable[..., Any]:
+def _flat_backward(
+    form: CallForm, body: Any, outputs: Sequence[Any], num_operands: int
+) -> Callable[..., Any]:
+    """A backward body as the ATen form has it: it takes the gradients of tensors only."""
+
     def backward(*values: Any) -> tuple[Any, ...]:
+        if form.tensor_slots is None:
+            remaining = iter(values)
+            every = [next(remaining) if isinstance(o, torch.Tensor) else None for o in outputs]
+            values = (*every, *remaining)
         lead = (None,) if "args_tensor_mask" in form.options else ()
         result = form.run(body, (*lead, *values))
         gradients = tuple(result) if isinstance(result, (tuple, list)) else (result,)
@@ -133,6 +143,7 @@ def _retrace(body: Callable[..., Any], arguments: Sequence[Any], grad_mode: bool
     """Trace a body to ATen with the settings of the trace that runs."""
     with set_grad_enabled_silently(grad_mode), fx.traceback.preserve_node_meta():
         traced = reenter_make_fx(body)(*arguments)
+    drop_grad_switches(traced.graph, recording=grad_mode)
     tidy_body(traced)
     return traced
 

@@ -13,8 +13,13 @@ from typing import Any
 import torch
 from torch import fx
 
-from hops._subgraph import Recording, leaf_tensors, node_of, track
-from hops._torch import FakeTensor, disable_proxy_modes_tracing, set_grad_enabled_silently
+from hops._subgraph import Recording, drop_grad_switches, leaf_tensors, node_of, track
+from hops._torch import (
+    FakeTensor,
+    autocast_disabled,
+    disable_proxy_modes_tracing,
+    set_grad_enabled_silently,
+)
 from hops.errors import CaptureError
 
 _ONCE_DIFFERENTIABLE = torch.autograd.function.once_differentiable(lambda ctx: None).__code__
@@ -92,8 +97,9 @@ class BackwardCapture:
 
     def _empty_body(self) -> Recording:
         body = Recording(self.tracer)
-        for _ in self.slots:
-            body.add_placeholder()
+        for value in self.slots:
+            if isinstance(value, torch.Tensor):
+                self._gradient(body, value, False)
         return body
 
     def _user_backward(self) -> tuple[Callable[..., Any] | None, bool]:
@@ -123,7 +129,7 @@ class BackwardCapture:
         ctx = self.call.ctx.for_backward()
         values = (*self.call.args, *ctx.__dict__.values())
         watch = self.call.watch("backward", [backward], values)
-        with body.active(), set_grad_enabled_silently(grad_mode), _random_state_kept(self.slots):
+        with body.active(), _as_in_backward(grad_mode), _random_state_kept(self.slots):
             gradients = self._gradients(body, options, missing, grad_mode)
             try:
                 returned = backward(ctx, *gradients)
@@ -143,6 +149,7 @@ class BackwardCapture:
             else:
                 watch.undo()
             outputs = [node_of(g, self.tracer) for g in self._checked(returned)]
+        drop_grad_switches(body.graph, recording=grad_mode)
         if ctx.read_needs_input_grad:
             options["needs_input_grad"] = self._needs_input_grad()
         return body, outputs
@@ -157,23 +164,29 @@ class BackwardCapture:
     def _gradients(
         self, body: Recording, options: dict[str, Any], missing: frozenset[int], grad_mode: bool
     ) -> list[Any]:
-        """A gradient for each output slot, as autograd would hand it over."""
+        """A gradient for each output slot, as autograd would hand it over; those of
+        tensors come in by a placeholder, used or not."""
         differentiable = set(self._differentiable(options))
         materialize = options.get("materialize_grads", True)
         gradients: list[Any] = []
         for position, value in enumerate(self.slots):
-            placeholder = body.add_placeholder()
-            made_up = position not in differentiable and not materialize
-            if not isinstance(value, torch.Tensor) or position in missing or made_up:
+            if not isinstance(value, torch.Tensor):
                 gradients.append(None)
                 continue
-            with disable_proxy_modes_tracing():
-                gradient = torch.ones_like(value.detach())
-                if grad_mode and position in differentiable:
-                    gradient = gradient.requires_grad_().view_as(gradient)
-            track(gradient, fx.Proxy(placeholder, self.tracer), self.tracer)
-            gradients.append(gradient)
+            gradient = self._gradient(body, value, grad_mode and position in differentiable)
+            made_up = position not in differentiable and not materialize
+            gradients.append(None if position in missing or made_up else gradient)
         return gradients
+
+    def _gradient(self, body: Recording, value: torch.Tensor, requires_grad: bool) -> torch.Tensor:
+        """A gradient of an output, and its placeholder."""
+        placeholder = body.add_placeholder()
+        with disable_proxy_modes_tracing():
+            gradient = torch.ones_like(value.detach())
+            if requires_grad:
+                gradient = gradient.requires_grad_().view_as(gradient)
+        track(gradient, fx.Proxy(placeholder, self.tracer), self.tracer)
+        return gradient
 
     def _checked(self, returned: Any) -> list[Any]:
         """The gradients of the tensor arguments, after the checks that autograd makes."""
@@ -255,6 +268,17 @@ class BackwardCapture:
     def _known_node(self, tensor: torch.Tensor) -> fx.Node | None:
         proxy = self.tracer.unwrap_proxy(tensor)
         return proxy.node if isinstance(proxy, fx.Proxy) else None
+
+
+@contextmanager
+def _as_in_backward(grad_mode: bool) -> Iterator[None]:
+    """The state in which eager runs a backward: autocast of the forward has ended.
+
+    Operations are recorded above autocast, so a backward that is run under
+    autocast after all is cast then, as in eager.
+    """
+    with autocast_disabled(), set_grad_enabled_silently(grad_mode):
+        yield
 
 
 @contextmanager

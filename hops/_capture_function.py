@@ -29,6 +29,7 @@ from hops._subgraph import (
     Recording,
     add_output,
     close_body,
+    drop_grad_switches,
     emit,
     leaf_tensors,
     node_of,
@@ -226,6 +227,7 @@ class _Capture:
         bodies, saved, saved_idx = backward.run(options)
         forward.lift_free_values()
         options["saved_for_backward_idx"] = saved_idx
+        drop_grad_switches(forward.graph, recording=False)
         fwd = forward.finish((*out_nodes, *saved), "fwd_body_")
         captured = [None] * (len(forward.operands) - self.num_inputs)
         bwd_nodes = {
@@ -282,9 +284,11 @@ def _add_output(tracer: Any, call: fx.Node, inner: fx.Node) -> fx.Node:
     """
     position = call.kwargs["num_outputs"]
     owner = owner_of(call, tracer)
-    for body in (call.args[1], *call.kwargs.values()):
-        if isinstance(body, fx.Node) and body.op == "get_attr":
-            _insert_placeholder(getattr(owner, str(body.target)), position, inner)
+    if isinstance(inner.meta.get("val"), torch.Tensor):
+        gradients = sum(isinstance(v, torch.Tensor) for v in call.meta["val"][:position])
+        for body in (call.args[1], *call.kwargs.values()):
+            if isinstance(body, fx.Node) and body.op == "get_attr":
+                _insert_placeholder(getattr(owner, str(body.target)), gradients, inner)
     call.kwargs = {
         **call.kwargs,
         "num_outputs": position + 1,

@@ -32,6 +32,7 @@ from hops._torch import (
     SymbolicValues,
     disable_proxy_modes_tracing,
     is_traceable_wrapper_subclass,
+    set_grad_enabled,
     track_tensor_tree,
 )
 from hops.errors import CaptureError
@@ -247,6 +248,26 @@ class Recording:
             if nested.call is not None and nested.call.graph is self.graph:
                 nested.call = body.export(nested.call)
         close_body(self.tracer, self.graph, body)
+
+
+def drop_grad_switches(graph: fx.Graph, recording: bool) -> None:
+    """Erase the switches of grad mode that change nothing in a body.
+
+    Args:
+        recording: whether the body may be run so that autograd records it.  Where
+            not (a forward, a once differentiable backward), no switch counts:
+            autograd gives the body's outputs its own node, or none.  torch.export
+            would make operators of such switches, some without any output, which
+            can be saved but not loaded.
+    """
+    enabled = True
+    for node in list(graph.nodes):
+        if node.op != "call_function" or node.target is not set_grad_enabled:
+            continue
+        if not recording or node.args[0] == enabled:
+            graph.erase_node(node)
+        else:
+            enabled = bool(node.args[0])
 
 
 def _is_size_of(node: fx.Node) -> bool:

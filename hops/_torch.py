@@ -48,6 +48,7 @@ __all__ = [
     "StockAutogradFunctionApply",
     "StockTagActivationCheckpoint",
     "SymbolicValues",
+    "autocast_disabled",
     "below_autograd",
     "functorch_is_active",
     "modes_are_active",
@@ -209,6 +210,7 @@ def compiler_is_tracing() -> bool:
 
 
 below_autograd = torch._C._AutoDispatchBelowAutograd
+autocast_disabled = torch._C._DisableAutocast
 without_torch_functions = torch._C.DisableTorchFunction
 set_grad_enabled = torch._C._set_grad_enabled
 functorch_is_active = torch._C._are_functorch_transforms_active

@@ -3,8 +3,10 @@
     autograd_function_apply(fwd, bwd, *operands, name=..., num_outputs=..., ...)
 
 ``fwd(*operands)`` gives the outputs of the Function and then the values saved
-for its backward, as one flat tuple; ``bwd(*grad_outputs, *saved)`` gives one
-gradient or None for each operand.  Keywords of this, the ATen form:
+for its backward, as one flat tuple; ``bwd(*grad_outputs, *saved)`` takes one
+gradient for each output that is a tensor (a file of torch.export cannot hold a
+body with an input that is no value), and gives one gradient or None for each
+operand.  Keywords of this, the ATen form:
 
 ``name``
     module-qualified name of the Function.
@@ -148,11 +150,13 @@ class CallForm:
         forward: ``(operands) -> (outputs, saved)``, outputs a list of slots.
         backward: ``(gradients, saved) -> gradients of the operands``.
         single: the operator gives its one output itself, not a tuple.
+        tensor_slots: the outputs that are tensors, once :attr:`forward` has run;
+            None in a form whose backward takes a gradient for every output.
     """
 
     __slots__ = (
         "name", "num_inputs", "fwd", "bwd", "options", "num_outputs", "single",
-        "saved_for_backward", "materialize_grads", "run",
+        "saved_for_backward", "materialize_grads", "run", "tensor_slots",
     )  # fmt: skip
 
     def __init__(self, fwd: Any, bwd: Any, operands: Sequence[Any], options: dict[str, Any]):
@@ -163,6 +167,7 @@ class CallForm:
         self.num_outputs = options.get("num_outputs")
         self.single = False
         self.run = run_body
+        self.tensor_slots: list[int] | None = None
         self.saved_for_backward = options.get("saved_for_backward_idx", ())
         self.materialize_grads = options.get("materialize_grads", True)
         mask = options.get("args_tensor_mask")
@@ -174,7 +179,9 @@ class CallForm:
     def forward(self, operands: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
         if self.num_outputs is not None:
             values = self.run(self.fwd, operands)
-            return values[: self.num_outputs], values[self.num_outputs :]
+            outputs = values[: self.num_outputs]
+            self.tensor_slots = [i for i, v in enumerate(outputs) if isinstance(v, torch.Tensor)]
+            return outputs, values[self.num_outputs :]
         if "args_tensor_mask" in self.options:
             output, saved = self.run(self.fwd, (None, *operands))
         else:
@@ -186,11 +193,18 @@ class CallForm:
         body = self.bwd
         if not self.materialize_grads:
             body = self._backward_for(gradients)
+        gradients = self.of_tensors(gradients)
         if "args_tensor_mask" in self.options:
             result = self.run(body, (None, *gradients, *saved))
         else:
             result = self.run(body, (*gradients, *saved))
         return result if isinstance(result, (tuple, list)) else (result,)
+
+    def of_tensors(self, gradients: Sequence[Any]) -> Sequence[Any]:
+        """Of one gradient for each output, those that the backward body takes."""
+        if self.tensor_slots is None or len(self.tensor_slots) == len(gradients):
+            return gradients
+        return [gradients[i] for i in self.tensor_slots]
 
     def _backward_for(self, gradients: Sequence[Any]) -> Any:
         never = set(self.options.get("non_differentiable_idx", ()))

@@ -938,6 +938,50 @@ def autocast_off_inside():
 
 
 @case()
+def autocast_around_nested_regions():
+    def forward(self, x):
+        def region(x):
+            y = checkpoint(self.block, x, use_reentrant=False)
+            with torch.autocast("cpu", enabled=False):
+                y = checkpoint(self.other, y.float(), use_reentrant=False)
+            return y * self.scale
+
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            y = checkpoint(region, x, use_reentrant=False)
+        with torch.no_grad():
+            shift = y.mean()
+        return self.other(y.float()) - shift
+
+    return model(forward), (tensor(),)
+
+
+@case()
+def autocast_around_a_function_in_a_region():
+    def forward(self, x):
+        def region(x):
+            return _Cast.apply(self.other(x), self.other.weight) * self.scale
+
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return checkpoint(region, x, use_reentrant=False)
+
+    return model(forward), (tensor(),)
+
+
+class _Cast(torch.autograd.Function):
+    @staticmethod
+    @torch.amp.custom_fwd(device_type="cpu")
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        return x @ weight
+
+    @staticmethod
+    @torch.amp.custom_bwd(device_type="cpu")
+    def backward(ctx, grad):
+        x, weight = ctx.saved_tensors
+        return (grad @ weight.T) * 2, x.T @ grad
+
+
+@case()
 def in_place_on_intermediate():
     def forward(self, x):
         def region(x):
