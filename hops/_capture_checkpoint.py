@@ -164,23 +164,34 @@ def _run_without_gradient(
     return function(*args, **kwargs)
 
 
-def _write(region: Recording, leaves: list[Any], options: dict[str, Any]) -> None:
-    tracer = region.tracer
-    outputs: list[Any] = []
-    nodes: list[fx.Node] = []
+def _outputs(region: Recording, leaves: list[Any]) -> dict[fx.Node, Any]:
+    """What the region gives out, by its node in the body.
+
+    An operand that it returns untouched is none of it; but where there is nothing
+    else it stands for the region, since a file cannot hold an operator without output.
+    """
+    made: dict[fx.Node, Any] = {}
+    untouched: dict[fx.Node, Any] = {}
     for value in leaves:
         if not isinstance(value, (torch.Tensor, *SYMBOLIC_TYPES)):
             continue
-        if any(value is seen for seen in outputs):
-            continue
         with region.active():
-            node = node_of(value, tracer)
-        if isinstance(node, fx.Node) and node.graph is region.graph:
-            if node.op not in ("placeholder", "get_attr"):
-                outputs.append(value)
-                nodes.append(node)
+            node = node_of(value, region.tracer)
+        if not isinstance(node, fx.Node):
+            continue
+        own = node.graph is region.graph and node.op not in ("placeholder", "get_attr")
+        if own:
+            made.setdefault(node, value)
+        elif isinstance(value, torch.Tensor):
+            untouched.setdefault(node, value)
+    return made or {region.lift(node): value for node, value in untouched.items()}
+
+
+def _write(region: Recording, leaves: list[Any], options: dict[str, Any]) -> None:
+    tracer = region.tracer
+    outputs = _outputs(region, leaves)
     region.lift_free_values()
-    body = region.finish(tuple(nodes), "wrap_body_")
+    body = region.finish(tuple(outputs), "wrap_body_")
     module = getattr(tracer.root, str(body.target))
     context_fn = options.get("context_fn")
     if context_fn is not None and context_fn is not torch_checkpoint.noop_context_fn:
@@ -192,7 +203,7 @@ def _write(region: Recording, leaves: list[Any], options: dict[str, Any]) -> Non
         tag_activation_checkpoint,
         (body, *region.operands),
         node_options(options),
-        tuple(outputs),
+        tuple(outputs.values()),
     )
     close_body(tracer, region.graph, ClosedBody(call, functools.partial(_add_output, tracer)))
 

@@ -34,10 +34,12 @@ from hops._torch import (
     ProxyTorchDispatchMode,
     capture_on_this_thread,
     custom_function_call,
+    functions_with_effects,
     proxy_tensor,
     set_grad_enabled,
     stock_autograd_function_apply,
     stock_tag_activation_checkpoint,
+    transform_functions,
 )
 from hops.autograd_function_apply import AutogradFunctionApply
 from hops.errors import CaptureError
@@ -258,6 +260,14 @@ def _refuse_transforms_by_name() -> Callable[[], None]:
     return lambda: table.pop(ProxyTorchDispatchMode)
 
 
+def _declare_effects() -> Callable[[], None]:
+    effects = functions_with_effects()
+    operators = (stock_autograd_function_apply, stock_tag_activation_checkpoint)
+    added = {*operators, *transform_functions()} - effects
+    effects |= added
+    return lambda: effects.difference_update(added)
+
+
 def _once_imported(module: str, patch: Callable[[], Callable[[], None]]) -> Callable[[], None]:
     """Patch a heavy module of torch when it is there: now, or after its import.
 
@@ -334,6 +344,12 @@ SITES = (
         "a Function under torch.func transforms fails before dispatch with a message that "
         "names neither the Function nor a way out",
         _refuse_transforms_by_name,
+    ),
+    Site(
+        "torch.fx.node._side_effectful_functions",
+        "dead code elimination drops a call whose output nothing uses, though it may update a "
+        "buffer or draw random numbers, and the beginning and end of a vmap",
+        _declare_effects,
     ),
     Site(
         "torch._dynamo: TorchHigherOrderOperatorVariable.make, "

@@ -34,10 +34,26 @@ from hops._torch import (
     is_traceable_wrapper_subclass,
     set_grad_enabled,
     track_tensor_tree,
+    transform_functions,
 )
 from hops.errors import CaptureError
 
 _BODIES = "_hops_closed_bodies"
+
+
+_TRANSFORM_FUNCTIONS = frozenset(transform_functions())
+
+
+class BodyGraph(fx.Graph):
+    """The graph of a body: what eager would notice is not dead code.
+
+    torch.export removes dead code from the graphs of bodies by a rule of its own
+    for them, by which random numbers that nothing uses are not drawn.
+    """
+
+    def eliminate_dead_code(self, is_impure_node: Callable[[fx.Node], bool] | None = None) -> bool:
+        return super().eliminate_dead_code(is_impure_node or fx.Node.is_impure)
+
 
 
 def leaf_tensors(tensor: torch.Tensor, tracer: Any) -> list[torch.Tensor]:
@@ -283,6 +299,22 @@ def _holds_body(owner: torch.nn.Module, node: fx.Node) -> bool:
     return isinstance(getattr(owner, str(node.target)), fx.GraphModule)
 
 
+def _spell_out_sums(graph: fx.Graph) -> None:
+    """Write ``torch.sym_sum``, which tracers make of sums of sizes and files cannot
+    hold, as additions.  torch.export does so for the outer graph only."""
+    for node in graph.find_nodes(op="call_function", target=torch.sym_sum):
+        terms = list(node.args[0]) if isinstance(node.args[0], (list, tuple)) else list(node.args)
+        total = terms[0]
+        with graph.inserting_before(node):
+            for term in terms[1:]:
+                values = [t.meta["val"] if isinstance(t, fx.Node) else t for t in (total, term)]
+                total = graph.call_function(operator.add, (total, term))
+                with disable_proxy_modes_tracing():
+                    total.meta = {**node.meta, "val": operator.add(*values)}
+        node.replace_all_uses_with(total)
+        graph.erase_node(node)
+
+
 def tidy_body(module: fx.GraphModule) -> None:
     """Number the nested bodies of a body from 0, so that its text does not
     depend on what was captured before it, and give its nodes the module paths
@@ -300,11 +332,13 @@ def tidy_body(module: fx.GraphModule) -> None:
         delattr(module, target)
     for target, attribute in moved.items():
         module.register_module(target, attribute)
+    module.graph.__class__ = BodyGraph
+    _spell_out_sums(module.graph)
     for node in module.graph.nodes:
         if node.op == "get_attr" and node.target in renamed:
             node.target = renamed[node.target]
             node._rename(node.target)
-        if node.op == "placeholder":
+        if node.op == "placeholder" or node.target in _TRANSFORM_FUNCTIONS:
             node.meta.setdefault("val", None)
         stack = node.meta.get("nn_module_stack")
         if stack:

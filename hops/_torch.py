@@ -26,6 +26,7 @@ from torch._higher_order_ops import wrap as stock_wrap
 from torch._higher_order_ops.utils import reenter_make_fx
 from torch._ops import HigherOrderOperator
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx import node as fx_node
 from torch.fx.experimental import proxy_tensor
 from torch.fx.experimental.proxy_tensor import (
     PreDispatchTorchFunctionMode,
@@ -50,6 +51,7 @@ __all__ = [
     "SymbolicValues",
     "autocast_disabled",
     "below_autograd",
+    "functions_with_effects",
     "functorch_is_active",
     "modes_are_active",
     "set_grad_enabled",
@@ -79,6 +81,7 @@ __all__ = [
     "tag_for_partitioner",
     "torch_checkpoint",
     "track_tensor_tree",
+    "transform_functions",
     "unbacked_symbols_bound",
 ]
 
@@ -322,6 +325,19 @@ def _has_unbacked_symbols(expression: Any) -> bool:
     from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
     return bool(free_unbacked_symbols(expression))
+
+
+def functions_with_effects() -> set[Any]:
+    """The functions that fx never takes for dead code."""
+    return fx_node._side_effectful_functions
+
+
+def transform_functions() -> list[Any]:
+    """Functions by which torch records a transform (``vmap``) in a pre-dispatch graph
+    and which give nothing that another node would use; none before 2.9."""
+    predispatch = getattr(torch._functorch, "predispatch", None)
+    names = ("_vmap_increment_nesting", "_vmap_decrement_nesting", "lazy_load_decompositions")
+    return [getattr(predispatch, name) for name in names if hasattr(predispatch, name)]
 
 
 _tag_implementation = getattr(stock_wrap, "tag_activation_checkpoint_impl", None)
