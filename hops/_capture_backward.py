@@ -13,7 +13,15 @@ from typing import Any
 import torch
 from torch import fx
 
-from hops._subgraph import Recording, drop_grad_switches, leaf_tensors, node_of, track
+from hops._subgraph import (
+    Recording,
+    crosses_as_tensor,
+    drop_grad_switches,
+    leaf_tensors,
+    node_of,
+    pack_number,
+    track,
+)
 from hops._torch import (
     FakeTensor,
     autocast_disabled,
@@ -39,6 +47,7 @@ class BackwardCapture:
         self.slots = slots
         self.tracer = call.tracer
         self.first = True
+        self._packed: dict[fx.Node, fx.Node] = {}
 
     def run(self, options: dict[str, Any]) -> tuple[list[Any], list[Any], list[int]]:
         """Trace all forms of the backward that the operator needs.
@@ -56,7 +65,7 @@ class BackwardCapture:
         saved: dict[fx.Node, None] = {}
         for _, body, gradients in traced:
             for node in self._free_nodes(body, gradients):
-                saved.setdefault(self._in_forward(body, node))
+                saved.setdefault(self._crossing(self._in_forward(body, node)))
         bodies = [
             (key, body, self._bind(body, gradients, list(saved))) for key, body, gradients in traced
         ]
@@ -234,6 +243,14 @@ class BackwardCapture:
             return self.call.forward.lift_attribute(str(node.target))
         return self.call.forward.lift(node)
 
+    def _crossing(self, node: fx.Node) -> fx.Node:
+        """What is saved for ``node`` of the forward, see [Note: numbers cross as tensors]."""
+        if not crosses_as_tensor(node):
+            return node
+        if node not in self._packed:
+            self._packed[node] = pack_number(node, node.graph.create_node)
+        return self._packed[node]
+
     def _bind(self, body: Recording, gradients: list[Any], saved: list[fx.Node]) -> tuple[Any, ...]:
         """Make the saved values the last placeholders of the body, in this order.
 
@@ -241,10 +258,12 @@ class BackwardCapture:
             The outputs of the body: a node or None for each operand.
         """
         inner = {node: body.add_placeholder(node) for node in saved}
+        for number, packed in self._packed.items():
+            inner[packed] = body.unpack_number(inner[packed], number)
 
         def bound(node: Any) -> Any:
             if isinstance(node, fx.Node) and self._is_free(body, node):
-                return inner[self._in_forward(body, node)]
+                return inner[self._crossing(self._in_forward(body, node))]
             return node
 
         for node in list(body.graph.nodes):

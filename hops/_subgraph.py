@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -30,6 +30,7 @@ from torch import fx
 
 from hops._torch import (
     SymbolicValues,
+    detect_fake_mode,
     disable_proxy_modes_tracing,
     is_traceable_wrapper_subclass,
     set_grad_enabled,
@@ -70,6 +71,31 @@ def node_of(value: Any, tracer: Any) -> Any:
     """The node of a tensor or symbolic number; a new ``get_attr`` node for a
     tensor that the tracer does not know; a constant as it is."""
     return tracer.create_arg(tracer.unwrap_proxy(value))
+
+
+# [Note: numbers cross as tensors]
+# A file of torch.export cannot hold a body that takes a SymFloat or SymBool; its
+# maker did not foresee them among the inputs of a graph.  Such a number (what
+# ``x.item()`` gives) goes into a body as a tensor of one element, and is taken out
+# of it inside.  SymInts go as they are.
+
+
+def crosses_as_tensor(node: fx.Node) -> bool:
+    return isinstance(node.meta.get("val"), (torch.SymFloat, torch.SymBool))
+
+
+def pack_number(node: fx.Node, create_node: Callable[..., fx.Node]) -> fx.Node:
+    """A node for the tensor that holds the number of ``node``.
+
+    Args:
+        create_node: of the tracer, or of the graph that ``node`` lies in.
+    """
+    wide = torch.float64 if isinstance(node.meta["val"], torch.SymFloat) else torch.bool
+    target = torch.ops.aten.scalar_tensor.default
+    packed = create_node("call_function", target, (node,), {"dtype": wide})
+    with disable_proxy_modes_tracing(), detect_fake_mode() or nullcontext():
+        packed.meta["val"] = torch.empty((), dtype=wide)
+    return packed
 
 
 class ClosedBody:
@@ -195,8 +221,23 @@ class Recording:
         if node.graph is self.graph:
             return node
         if node not in self._placeholder_of:
-            self.add_operand(node)
+            self._add_free_value(node)
         return self._placeholder_of[node]
+
+    def _add_free_value(self, node: fx.Node) -> None:
+        if not crosses_as_tensor(node):
+            self.add_operand(node)
+            return
+        packed = pack_number(node, self.tracer.create_node)
+        self._placeholder_of[node] = self.unpack_number(self.add_operand(packed), node)
+
+    def unpack_number(self, placeholder: fx.Node, like: fx.Node) -> fx.Node:
+        """The number in a placeholder that stands for ``like``, see [Note: numbers cross as
+        tensors]."""
+        with self.graph.inserting_after(self._last_placeholder):
+            number = self.graph.call_function(torch.ops.aten.item.default, (placeholder,))
+        number.meta["val"] = like.meta["val"]
+        return number
 
     def _own(self, node: fx.Node) -> fx.Node:
         if node.op != "get_attr" or self._is_body(node):

@@ -492,6 +492,21 @@ def symint_closure():
     return model(forward), (tensor(),)
 
 
+@case(dynamic=True)
+def items_in_and_out():
+    def forward(self, x):
+        largest = x.detach().abs().max().item()
+
+        def region(x):
+            y = self.other(x) / largest
+            return y, y.sum().item()
+
+        y, total = checkpoint(region, x, use_reentrant=False)
+        return y * total
+
+    return model(forward), (tensor(),)
+
+
 @case(dynamic=True, compiled=True)
 def dynamic_shapes():
     def forward(self, x):

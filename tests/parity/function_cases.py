@@ -2445,6 +2445,25 @@ def an_item_on_ctx():
     return Model(lambda self, x: Normal.apply(x * self.weight)), (tensor(),)
 
 
+@case()
+def items_as_argument_and_output():
+    class Scale(Function):
+        @staticmethod
+        def forward(ctx, x, factor):
+            ctx.factor = factor
+            return x * factor, (x * x).sum().item()
+
+        @staticmethod
+        def backward(ctx, grad, _):
+            return grad * ctx.factor * 2, None
+
+    def body(self, x):
+        y, total = Scale.apply(x * self.weight, x.abs().max().item())
+        return y / total
+
+    return Model(body), (tensor(),)
+
+
 # ------------------------------------------------------------------------------------------ State
 
 section("Python state and buffers")
