@@ -15,9 +15,10 @@ from torch import fx
 from dispatch_rules import autograd
 from hops import autograd_function_apply as function_operator
 from hops import tag_activation_checkpoint as checkpoint_operator
+from hops._body import drop_grad_switches, tidy_body
 from hops._capture_checkpoint import capture_body
 from hops._policy import record_policy
-from hops._subgraph import drop_grad_switches, emit, tidy_body
+from hops._subgraph import emit
 from hops._torch import (
     PreDispatchTorchFunctionMode,
     ProxyTorchDispatchMode,

@@ -13,13 +13,11 @@ from typing import Any
 import torch
 from torch import fx
 
+from hops._body import crosses_as_tensor, drop_grad_switches, pack_number
 from hops._subgraph import (
     Recording,
-    crosses_as_tensor,
-    drop_grad_switches,
     leaf_tensors,
     node_of,
-    pack_number,
     track,
 )
 from hops._torch import (

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from hops._body import drop_grad_switches
 from hops._capture_backward import BackwardCapture
 from hops._context import RecordedContext
 from hops._effects import Watch
@@ -29,7 +30,6 @@ from hops._subgraph import (
     Recording,
     add_output,
     close_body,
-    drop_grad_switches,
     emit,
     leaf_tensors,
     node_of,

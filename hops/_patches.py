@@ -21,11 +21,12 @@ from torch import fx
 
 from dispatch_rules import TABLE
 from hops import _capture_function
+from hops._aot_metadata import keeping_node_metadata
 from hops._capture_hooks import capture_hooks
 from hops._effects import effects_told_at_the_end
-from hops._export_passes import EXPORT_PASSES, mend_export_pass
 from hops._export_files import forgets_frozen_parameters, keeping_frozen
 from hops._export_names import naming_the_wrapped
+from hops._export_passes import EXPORT_PASSES, mend_export_pass
 from hops._import_hook import after_import
 from hops._subgraph import settle, track
 from hops._torch import (
@@ -142,45 +143,6 @@ def _minding_autograd(torch_function: Callable[..., Any]) -> Callable[..., Any]:
     return __torch_function__
 
 
-def _keeping_node_metadata(export_function: Callable[..., Any]) -> Callable[..., Any]:
-    """Let the graph that is handed back run node by node, so that a second trace
-    of it copies the metadata of each node."""
-
-    @functools.wraps(export_function)
-    def _aot_export_function(*args: Any, **kwargs: Any) -> Any:
-        graph_module, *rest = export_function(*args, **kwargs)
-        if any("seq_nr" in node.meta for node in graph_module.graph.nodes):
-            graph_module.forward = _InterpretedForward(graph_module)
-        return (graph_module, *rest)
-
-    return _aot_export_function
-
-
-class _InterpretedForward:
-    def __init__(self, module: fx.GraphModule) -> None:
-        self.module = module
-
-    def __call__(self, *args: Any) -> Any:
-        with fx.traceback.preserve_node_meta():
-            return _SequencedInterpreter(self.module).run(*args)
-
-
-class _SequencedInterpreter(fx.Interpreter):
-    """Hands on ``autograd_backward`` and ``seq_nr``, which a new trace would count anew."""
-
-    def run_node(self, n: fx.Node) -> Any:
-        self._running = n
-        return super().run_node(n)
-
-    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
-        meta = self._running.meta
-        if "seq_nr" in meta:
-            fx.traceback.current_meta.update(in_grad_fn=1, grad_fn_seq_nr=[meta["seq_nr"]])
-        if "autograd_backward" in meta:
-            fx.traceback.current_meta["autograd_backward"] = True
-        return super().call_function(target, args, kwargs)
-
-
 @contextmanager
 def _settled_afterwards(tracer: Any) -> Iterator[None]:
     """Between recording and the GraphModule, tie up the values that escaped from bodies."""
@@ -293,7 +255,7 @@ def _patch_dynamo() -> Callable[[], None]:
 
 def _patch_aot_autograd() -> Callable[[], None]:
     aot_autograd = sys.modules["torch._functorch.aot_autograd"]
-    return _attribute(aot_autograd, "_aot_export_function", _keeping_node_metadata)
+    return _attribute(aot_autograd, "_aot_export_function", keeping_node_metadata)
 
 
 def _patch_export() -> Callable[[], None]:

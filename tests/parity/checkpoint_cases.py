@@ -1254,7 +1254,9 @@ def region_inside_vmap():
 
 
 # Traced on real tensors scan gives fake ones, in stock torch too.
-@case(regions=1, stock_fails=frozenset({f"make_fx-{r}" for r in ("module", "deepcopy", "reexport")}))
+@case(
+    regions=1, stock_fails=frozenset({f"make_fx-{r}" for r in ("module", "deepcopy", "reexport")})
+)
 def region_inside_scan():
     from torch._higher_order_ops.scan import scan
 
