@@ -70,6 +70,7 @@ __all__ = [
     "non_strict_tracing",
     "pre_dispatch_tracer",
     "proxy_tensor",
+    "recompile_submodules",
     "reenter_make_fx",
     "reentrant_by_default",
     "sac_context",
@@ -82,6 +83,7 @@ __all__ = [
     "torch_checkpoint",
     "track_tensor_tree",
     "unbacked_symbols_bound",
+    "writes_profiler_marks",
 ]
 
 StockAutogradFunctionApply = stock_autograd_function.AutogradFunctionApply
@@ -393,6 +395,19 @@ def tag_for_partitioner(body: Any, *operands: Any, **options: Any) -> Any:
     if _tag_implementation is not None:
         return _tag_implementation(body, *operands, **options)
     return _stock_tag_call(stock_tag_activation_checkpoint, body, *operands, **options)
+
+
+def recompile_submodules(module: torch.fx.GraphModule) -> None:
+    """What recompiling a GraphModule does to the ones inside it (2.13 on)."""
+    recompile = getattr(module, "_recompile_submodules", None)
+    if recompile is not None:
+        recompile()
+
+
+def writes_profiler_marks() -> bool:
+    """Whether generated code holds marks for the profiler, made from more than its graph."""
+    config = getattr(torch.fx.experimental, "_config", None)
+    return bool(getattr(config, "enrich_profiler_metadata", False))
 
 
 _get_proxies = getattr(proxy_tensor, "_get_proxies", None)
