@@ -19,12 +19,15 @@ from hops import autograd_function_apply as function_operator
 from hops import tag_activation_checkpoint as checkpoint_operator
 from hops._decompose import is_kept
 from hops._policy import context_fn_of
+from hops._prepared import PreparedForm, prepared_form
 from hops._torch import (
     CHECKPOINT_KEYWORDS,
     DispatchKey,
+    any_requires_grad,
     below_autograd,
     compiler_is_tracing,
     mark_saved_without_version_check,
+    native_apply,
     set_grad_enabled_silently,
     tag_for_partitioner,
     torch_checkpoint,
@@ -44,18 +47,33 @@ def autograd_function_apply(fwd: Any, bwd: Any, *operands: Any, **options: Any) 
     if is_kept(operator) and compiler_is_tracing():
         with below_autograd():
             return operator(fwd, bwd, *operands, **options)
-    form = CallForm(fwd, bwd, operands, options)
-    inputs = operands[: form.num_inputs]
+    return replay(CallForm(fwd, bwd, operands, options), operands)
+
+
+def replay(form: CallForm, operands: tuple[Any, ...]) -> Any:
+    """Run a call, so that autograd records it as one node if anything requires grad."""
     if not torch.is_grad_enabled():
         return form.visible(form.forward(operands)[0])
-    if not any(map(_requires_grad, inputs)):
+    inputs = operands[: form.num_inputs]
+    if not any_requires_grad(*inputs):
         with set_grad_enabled_silently(False):
             return form.visible(form.forward(operands)[0])
-    if "needs_input_grad" in options:
+    if "needs_input_grad" in form.options:
         _check_needs_input_grad(form, inputs)
-    node = _node_class(form.name, "once_differentiable" in options)
-    outputs = node.apply(form, operands[form.num_inputs :], *inputs)
-    return form.visible(outputs)
+    if form.apply is None:
+        form.apply = _node_class(form.name, "once_differentiable" in form.options).apply
+    outputs = form.apply(form, operands[form.num_inputs :], *inputs)
+    return outputs[0] if form.single else outputs
+
+
+def replay_plainly(fwd: Any, bwd: Any, operands: tuple[Any, ...], options: dict[str, Any]) -> Any:
+    """:func:`autograd_function_apply` where no tracer, mode or transform looks at the call."""
+    form = prepared_form(fwd, bwd, operands, options)
+    if form.is_simple and torch.is_grad_enabled():
+        if form.apply is None:
+            form.apply = native_apply(_simple_function(form))
+        return form.apply(*operands)
+    return replay(form, operands)
 
 
 def _requires_grad(value: Any) -> bool:
@@ -76,26 +94,20 @@ class _CapturedFunction(torch.autograd.Function):
     """The autograd node of a replayed call; :func:`_node_class` gives it its name."""
 
     @staticmethod
-    def forward(ctx: Any, form: CallForm, captured: Sequence[Any], *inputs: Any) -> Any:
-        outputs, saved = form.forward((*inputs, *captured))
+    def forward(ctx: Any, form: CallForm, captured: tuple[Any, ...], *inputs: Any) -> Any:
+        outputs, saved = form.forward(inputs + captured)
         ctx.form = form
-        options = form.options
+        ctx.strides = _unusual_strides(outputs)
+        ctx.kept = None
         checked = form.saved_for_backward
-        if checked:
+        if len(checked) == len(saved):
+            ctx.save_for_backward(*saved)
+        else:
             ctx.save_for_backward(*[saved[i] for i in checked])
             ctx.kept = [None if i in checked else v for i, v in enumerate(saved)]
-        else:
-            ctx.kept = saved
-        if len(checked) < len(saved):
             mark_saved_without_version_check(ctx.kept)
-        if not form.materialize_grads:
-            ctx.set_materialize_grads(False)
-        if options.get("non_differentiable_idx"):
-            marked = [outputs[i] for i in options["non_differentiable_idx"]]
-            ctx.mark_non_differentiable(*[v for v in marked if isinstance(v, torch.Tensor)])
-        if options.get("dirty_idx"):
-            ctx.mark_dirty(*[outputs[i] for i in options["dirty_idx"]])
-        ctx.strides = _unusual_strides(outputs)
+        if form.marks:
+            _mark(ctx, form, outputs)
         return tuple(outputs)
 
     @staticmethod
@@ -106,14 +118,33 @@ class _CapturedFunction(torch.autograd.Function):
                 f"You must implement either the backward or vjp method for {form.name} to use "
                 "it with backward mode AD."
             )
-        saved = ctx.kept
-        if form.saved_for_backward:
-            saved = list(saved)
-            for position, value in zip(form.saved_for_backward, ctx.saved_tensors):
-                saved[position] = value
+        saved = ctx.saved_tensors if ctx.kept is None else _joined(ctx)
         arrived = [_laid_out(g, ctx.strides, i) for i, g in enumerate(gradients)]
         results = form.backward(arrived, saved)
         return (None, None, *results[: form.num_inputs])
+
+
+def _mark(ctx: Any, form: CallForm, outputs: Sequence[Any]) -> None:
+    """What the user told ``ctx`` of outputs and gradients."""
+    options = form.options
+    if not form.materialize_grads:
+        ctx.set_materialize_grads(False)
+    if options.get("non_differentiable_idx"):
+        marked = [outputs[i] for i in options["non_differentiable_idx"]]
+        ctx.mark_non_differentiable(*[v for v in marked if isinstance(v, torch.Tensor)])
+    if options.get("dirty_idx"):
+        ctx.mark_dirty(*[outputs[i] for i in options["dirty_idx"]])
+
+
+def _joined(ctx: Any) -> Sequence[Any]:
+    """Saved values in their order, of which some went through ``save_for_backward``."""
+    checked = ctx.form.saved_for_backward
+    if not checked:
+        return ctx.kept
+    saved = list(ctx.kept)
+    for position, value in zip(checked, ctx.saved_tensors):
+        saved[position] = value
+    return saved
 
 
 class _CapturedOnceDifferentiableFunction(_CapturedFunction):
@@ -125,6 +156,37 @@ def _node_class(name: str, once: bool) -> type[torch.autograd.Function]:
     """The class of a Function's node, made once: ``grad_fn`` shows the user's class name."""
     base = _CapturedOnceDifferentiableFunction if once else _CapturedFunction
     return type(name.rpartition(".")[2], (base,), {"__module__": name.rpartition(".")[0]})
+
+
+def _simple_function(form: PreparedForm) -> type[torch.autograd.Function]:
+    """The same as :class:`_CapturedFunction` in fewer steps, for the calls of one simple form.
+
+    In a small Function, these steps are what a call costs.
+    """
+    run, body, num_outputs = form.run_forward, form.fwd, form.num_outputs
+
+    def forward(ctx: Any, *operands: Any) -> Any:
+        values = run(body, *operands)
+        outputs = values[:num_outputs]
+        ctx.save_for_backward(*values[num_outputs:])
+        ctx.strides = None if _all_contiguous(outputs) else _unusual_strides(outputs)
+        return outputs
+
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        strides = ctx.strides
+        if strides is not None or not _all_contiguous(gradients):
+            gradients = tuple(_laid_out(g, strides, i) for i, g in enumerate(gradients))
+        return form.run(form.bwd, gradients + ctx.saved_tensors)
+
+    if "once_differentiable" in form.options:
+        backward = once_differentiable(backward)
+    module, _, name = form.name.rpartition(".")
+    members = {"forward": forward, "backward": backward}
+    return type(
+        name,
+        (torch.autograd.Function,),
+        {"__module__": module, **{k: staticmethod(v) for k, v in members.items()}},
+    )
 
 
 # [Note: layout of incoming gradients]
@@ -142,6 +204,13 @@ def _unusual_strides(outputs: Sequence[Any]) -> dict[int, tuple[int, ...]] | Non
         if isinstance(v, torch.Tensor) and v.layout is torch.strided and not v.is_contiguous()
     }
     return unusual or None
+
+
+def _all_contiguous(tensors: Sequence[Any]) -> bool:
+    try:
+        return all(map(torch.Tensor.is_contiguous, tensors))
+    except (TypeError, RuntimeError):  # an empty slot; a layout without strides
+        return False
 
 
 def _laid_out(gradient: Any, strides: dict[int, tuple[int, ...]] | None, position: int) -> Any:
@@ -219,7 +288,7 @@ def records_gradient(body: fx.GraphModule, operands: Sequence[Any]) -> bool:
     )
 
 
-function_operator._plain_rule = autograd_function_apply
+function_operator._plain_rule = replay_plainly
 checkpoint_operator._plain_rule = tag_activation_checkpoint
 
 RULES = {

@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from hops._body import crosses_as_tensor, holds_body, pack_number, tidy_body
+from hops._body import Body, crosses_as_tensor, holds_body, pack_number, tidy_body
 from hops._torch import (
     SymbolicValues,
     disable_proxy_modes_tracing,
@@ -236,7 +236,7 @@ class Recording:
         for node in self.graph.nodes:
             if node.op == "get_attr" and str(node.target) not in nested:
                 nested[str(node.target)] = getattr(root, str(node.target))
-        module = fx.GraphModule(dict(nested), self.graph)
+        module = Body(dict(nested), self.graph)
         for target in nested:
             delattr(root, target)
         tidy_body(module)

@@ -13,7 +13,7 @@ import functools
 import inspect
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -49,6 +49,7 @@ __all__ = [
     "StockAutogradFunctionApply",
     "StockTagActivationCheckpoint",
     "SymbolicValues",
+    "any_requires_grad",
     "autocast_disabled",
     "below_autograd",
     "functions_with_effects",
@@ -67,9 +68,12 @@ __all__ = [
     "get_proxy_mode",
     "is_traceable_wrapper_subclass",
     "mark_saved_without_version_check",
+    "native_apply",
+    "native_call",
     "non_strict_tracing",
     "pre_dispatch_tracer",
     "proxy_tensor",
+    "recompile_submodules",
     "reenter_make_fx",
     "reentrant_by_default",
     "sac_context",
@@ -83,6 +87,7 @@ __all__ = [
     "track_tensor_tree",
     "transform_functions",
     "unbacked_symbols_bound",
+    "writes_profiler_marks",
 ]
 
 StockAutogradFunctionApply = stock_autograd_function.AutogradFunctionApply
@@ -212,6 +217,52 @@ def compiler_is_tracing() -> bool:
     return torch._C._get_dispatch_mode(key) is not None
 
 
+#: Operations that have a native function of the same arguments and one meaning.
+_ELEMENTWISE = frozenset(
+    """
+    abs.default add.Tensor bitwise_and.Tensor bitwise_not.default bitwise_or.Tensor ceil.default
+    clamp.default cos.default div.Tensor eq.Scalar eq.Tensor erf.default exp.default expm1.default
+    floor.default ge.Scalar ge.Tensor gt.Scalar gt.Tensor le.Scalar le.Tensor log.default
+    log1p.default logical_and.default logical_not.default logical_or.default lt.Scalar lt.Tensor
+    maximum.default minimum.default mul.Tensor ne.Scalar ne.Tensor neg.default
+    pow.Tensor_Scalar reciprocal.default relu.default round.default rsqrt.default rsub.Scalar
+    rsub.Tensor sigmoid.default sign.default sin.default sqrt.default square.default sub.Tensor
+    tanh.default where.self
+    """.split()
+)
+
+
+def native_call(operation: Any) -> Any:
+    """The native function that calling an operation comes down to, where it has one.
+
+    The functions of ``torch`` cost less than ``OpOverload``s, whose arguments go
+    through boxes; both end in the same entry of the dispatcher.
+    """
+    if type(operation) is not torch._ops.OpOverload:
+        return operation
+    namespace, _, name = str(operation).partition(".")
+    if namespace == "aten" and name in _ELEMENTWISE:
+        return getattr(torch._C._VariableFunctions, name.partition(".")[0])
+    return operation._op
+
+
+def native_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
+    """``function.apply`` for a Function without ``setup_context``, outside of torch.func.
+
+    Up to 2.13 ``apply`` is Python that costs as much as the native call inside.
+    """
+    if "apply" not in torch.autograd.Function.__dict__:
+        return function.apply
+    apply = super(torch.autograd.Function, function).apply  # type: ignore[misc]
+    unwrap_if_dead = torch._C._functorch.unwrap_if_dead
+
+    def apply_unwrapped(*args: Any) -> Any:
+        # What a finished transform left behind is not the tensor that autograd knows.
+        return apply(*[unwrap_if_dead(a) if isinstance(a, torch.Tensor) else a for a in args])
+
+    return apply_unwrapped
+
+
 below_autograd = torch._C._AutoDispatchBelowAutograd
 autocast_disabled = torch._C._DisableAutocast
 without_torch_functions = torch._C.DisableTorchFunction
@@ -219,13 +270,21 @@ set_grad_enabled = torch._C._set_grad_enabled
 functorch_is_active = torch._C._are_functorch_transforms_active
 
 
+_len_dispatch_modes = torch._C._len_torch_dispatch_stack
+_function_mode_is_enabled = torch._C._is_torch_function_mode_enabled
+
+
 def modes_are_active() -> bool:
     """Whether a dispatch mode, a function mode or a torch.func transform sees the next call."""
-    return bool(
-        torch._C._len_torch_dispatch_stack()
-        or torch._C._are_functorch_transforms_active()
-        or torch._C._is_torch_function_mode_enabled()
-    )
+    return _len_dispatch_modes() > 0 or functorch_is_active() or _function_mode_is_enabled()
+
+
+def _any_requires_grad(*values: Any) -> bool:
+    return any(isinstance(v, torch.Tensor) and v.requires_grad for v in values)
+
+
+#: Native on newer torch.
+any_requires_grad = getattr(torch._C, "_any_requires_grad", _any_requires_grad)
 
 
 class set_grad_enabled_silently:
@@ -354,6 +413,19 @@ def tag_for_partitioner(body: Any, *operands: Any, **options: Any) -> Any:
     if _tag_implementation is not None:
         return _tag_implementation(body, *operands, **options)
     return _stock_tag_call(stock_tag_activation_checkpoint, body, *operands, **options)
+
+
+def recompile_submodules(module: torch.fx.GraphModule) -> None:
+    """What recompiling a GraphModule does to the ones inside it (2.13 on)."""
+    recompile = getattr(module, "_recompile_submodules", None)
+    if recompile is not None:
+        recompile()
+
+
+def writes_profiler_marks() -> bool:
+    """Whether generated code holds marks for the profiler, made from more than its graph."""
+    config = getattr(torch.fx.experimental, "_config", None)
+    return bool(getattr(config, "enrich_profiler_metadata", False))
 
 
 _get_proxies = getattr(proxy_tensor, "_get_proxies", None)

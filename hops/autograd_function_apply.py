@@ -88,9 +88,7 @@ class AutogradFunctionApply(StockAutogradFunctionApply):
 
     def __call__(self, fwd: Any, bwd: Any, *operands: Any, **options: Any) -> Any:
         if _plain_rule is not None and nothing_but_autograd(operands):
-            if not (takes(fwd, len(operands)) and options.keys() <= KEYWORDS):
-                validate(fwd, bwd, operands, options)
-            return _plain_rule(fwd, bwd, *operands, **options)
+            return _plain_rule(fwd, bwd, operands, options)
         validate(fwd, bwd, operands, options)
         return super(StockAutogradFunctionApply, self).__call__(fwd, bwd, *operands, **options)
 
@@ -106,7 +104,7 @@ def takes(body: Any, num_operands: int) -> bool:
 
 def nothing_but_autograd(operands: Sequence[Any]) -> bool:
     """Whether a call on ``operands`` meets no mode, transform or tensor subclass."""
-    return not modes_are_active() and all(type(operand) in _PLAIN_TYPES for operand in operands)
+    return _PLAIN_TYPES.issuperset(map(type, operands)) and not modes_are_active()
 
 
 def validate(fwd: Any, bwd: Any, operands: Sequence[Any], options: dict[str, Any]) -> None:
@@ -152,11 +150,13 @@ class CallForm:
         single: the operator gives its one output itself, not a tuple.
         tensor_slots: the outputs that are tensors, once :attr:`forward` has run;
             None in a form whose backward takes a gradient for every output.
+        apply: ``apply`` of the Function that autograd records, set by the Autograd rule.
+        marks: the user said something of outputs or gradients on ``ctx``.
     """
 
     __slots__ = (
         "name", "num_inputs", "fwd", "bwd", "options", "num_outputs", "single",
-        "saved_for_backward", "materialize_grads", "run", "tensor_slots",
+        "saved_for_backward", "materialize_grads", "run", "tensor_slots", "marks", "apply",
     )  # fmt: skip
 
     def __init__(self, fwd: Any, bwd: Any, operands: Sequence[Any], options: dict[str, Any]):
@@ -166,10 +166,14 @@ class CallForm:
         self.name = options.get("name", "autograd_function_apply")
         self.num_outputs = options.get("num_outputs")
         self.single = False
+        self.apply: Any = None
         self.run = run_body
         self.tensor_slots: list[int] | None = None
         self.saved_for_backward = options.get("saved_for_backward_idx", ())
         self.materialize_grads = options.get("materialize_grads", True)
+        self.marks = not self.materialize_grads or any(
+            options.get(k) for k in ("non_differentiable_idx", "dirty_idx")
+        )
         mask = options.get("args_tensor_mask")
         if mask is not None:
             self.num_inputs = sum(mask)
@@ -180,7 +184,7 @@ class CallForm:
         if self.num_outputs is not None:
             values = self.run(self.fwd, operands)
             outputs = values[: self.num_outputs]
-            self.tensor_slots = [i for i, v in enumerate(outputs) if isinstance(v, torch.Tensor)]
+            self.tensor_slots = tensor_slots(outputs)
             return outputs, values[self.num_outputs :]
         if "args_tensor_mask" in self.options:
             output, saved = self.run(self.fwd, (None, *operands))
@@ -227,6 +231,11 @@ class CallForm:
 
     def visible(self, outputs: Sequence[Any]) -> Any:
         return outputs[0] if self.single else tuple(outputs)
+
+
+def tensor_slots(outputs: Sequence[Any]) -> list[int]:
+    """Positions of the outputs that are tensors, which alone have a gradient."""
+    return [i for i, v in enumerate(outputs) if isinstance(v, torch.Tensor)]
 
 
 def _differentiable(node: Any) -> bool:
