@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 from hops import autograd_function_apply as function_operator
 from hops import tag_activation_checkpoint as checkpoint_operator
 from hops._decompose import is_kept
-from hops._policy import context_fn_of
+from hops._policy import policy_of
 from hops._torch import (
     CHECKPOINT_KEYWORDS,
     DispatchKey,
@@ -167,15 +167,18 @@ def tag_activation_checkpoint(body: Any, *operands: Any, **options: Any) -> Any:
     if is_kept(operator) and compiler_is_tracing():
         with below_autograd():
             return operator(body, *operands, **options)
-    context_fn = context_fn_of(body, options)
+    selective = policy_of(body, options)
+    if selective is not None:
+        body = selective.body
     if compiler_is_tracing():
-        return tag_for_partitioner(body, *operands, **options)
+        context_fn = None if selective is None else selective.context_fn
+        return tag_for_partitioner(body, context_fn, *operands, **options)
     if not records_gradient(body, operands):
         return run_body(body, operands)
     known = {k: v for k, v in options.items() if k in CHECKPOINT_KEYWORDS}
     known["use_reentrant"] = False
-    if context_fn is not None:
-        known["context_fn"] = context_fn
+    if selective is not None:
+        known["context_fn"] = selective.context_fn
     region = _Region(body, operands)
     return torch_checkpoint.checkpoint(region, *region.arguments(operands), **known)
 

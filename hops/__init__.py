@@ -4,8 +4,9 @@
 ``torch.utils.checkpoint`` first-class operators of every pre-dispatch graph.
 """
 
-from hops import _patches
+from hops import _patches, policies
 from hops._decompose import run_decompositions
+from hops._names import checkpoint_name
 from hops._parts import CheckpointParts, FunctionParts, checkpoint_parts, function_parts
 from hops._patches import install, uninstall
 from hops._version import __version__
@@ -19,9 +20,11 @@ __all__ = [
     "OperatorCallError",
     "ReplayError",
     "__version__",
+    "checkpoint_name",
     "checkpoint_parts",
     "function_parts",
     "install",
+    "policies",
     "run_decompositions",
     "uninstall",
 ]
