@@ -206,10 +206,12 @@ def following(body: fx.GraphModule, follower: Follower) -> fx.GraphModule:
     code or node by node, it does what ``body`` does."""
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
+    # One object: fx wants that of every node of the same name.
+    enter = follower.enter
     position = 0
     for node in body.graph.nodes:
         if node.op in _CALLS:
-            graph.call_function(follower.enter, (position,))
+            graph.call_function(enter, (position,))
             position += 1
         copies[node] = graph.node_copy(node, copies.__getitem__)
     return fx.GraphModule(body, graph)
