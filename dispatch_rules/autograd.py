@@ -8,7 +8,9 @@ are then operations like any other.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -18,7 +20,7 @@ from torch.autograd.function import once_differentiable
 from hops import autograd_function_apply as function_operator
 from hops import tag_activation_checkpoint as checkpoint_operator
 from hops._decompose import is_kept
-from hops._policy import context_fn_of
+from hops._policy import policy_of
 from hops._prepared import PreparedForm, prepared_form
 from hops._torch import (
     CHECKPOINT_KEYWORDS,
@@ -236,16 +238,19 @@ def tag_activation_checkpoint(body: Any, *operands: Any, **options: Any) -> Any:
     if is_kept(operator) and compiler_is_tracing():
         with below_autograd():
             return operator(body, *operands, **options)
-    context_fn = context_fn_of(body, options)
+    selective = policy_of(body, options)
     if compiler_is_tracing():
-        return tag_for_partitioner(body, *operands, **options)
+        if selective is None:
+            return tag_for_partitioner(body, None, *operands, **options)
+        return tag_for_partitioner(selective.body, selective.context_fn, *operands, **options)
     if not records_gradient(body, operands):
         return run_body(body, operands)
     known = {k: v for k, v in options.items() if k in CHECKPOINT_KEYWORDS}
     known["use_reentrant"] = False
-    if context_fn is not None:
-        known["context_fn"] = context_fn
-    region = _Region(body, operands)
+    if selective is not None and not getattr(_state, "in_reentrant_region", False):
+        body = selective.body
+        known["context_fn"] = selective.context_fn
+    region = _Region(body, operands, bool(options.get("use_reentrant")))
     return torch_checkpoint.checkpoint(region, *region.arguments(operands), **known)
 
 
@@ -259,10 +264,11 @@ class _Region:
     writes that comes with saving.
     """
 
-    __slots__ = ("body", "held")
+    __slots__ = ("body", "held", "reentrant")
 
-    def __init__(self, body: fx.GraphModule, operands: Sequence[Any]) -> None:
+    def __init__(self, body: fx.GraphModule, operands: Sequence[Any], reentrant: bool) -> None:
         self.body = body
+        self.reentrant = reentrant
         self.held = [_ARGUMENT if _is_intermediate(v) else v for v in operands]
 
     def arguments(self, operands: Sequence[Any]) -> list[torch.Tensor]:
@@ -271,10 +277,27 @@ class _Region:
     def __call__(self, *arguments: Any) -> Any:
         remaining = iter(arguments)
         operands = [next(remaining) if v is _ARGUMENT else v for v in self.held]
-        return run_body(self.body, operands)
+        if not self.reentrant:
+            return run_body(self.body, operands)
+        with _in_reentrant_region():
+            return run_body(self.body, operands)
 
 
 _ARGUMENT = object()
+
+_state = threading.local()
+
+
+@contextmanager
+def _in_reentrant_region() -> Iterator[None]:
+    """Let selective regions inside keep nothing, as in eager, where a reentrant region
+    runs its forward, and all that is inside, without gradients."""
+    before = getattr(_state, "in_reentrant_region", False)
+    _state.in_reentrant_region = True
+    try:
+        yield
+    finally:
+        _state.in_reentrant_region = before
 
 
 def _is_intermediate(value: Any) -> bool:

@@ -17,7 +17,7 @@ from hops import autograd_function_apply as function_operator
 from hops import tag_activation_checkpoint as checkpoint_operator
 from hops._body import drop_grad_switches, tidy_body
 from hops._capture_checkpoint import capture_body
-from hops._policy import record_policy
+from hops._policy_record import carry_policy, numbered, record_policy
 from hops._subgraph import emit
 from hops._torch import (
     PreDispatchTorchFunctionMode,
@@ -122,11 +122,12 @@ def tag_activation_checkpoint(mode: Any, body: Any, *operands: Any, **options: A
     if not mode.enable_tracing:
         return result
     tracer = mode.tracer
-    traced = _retrace(lambda *v: function_operator.run_body(body, v), operands, grad_mode=True)
-    if CONTEXT_FN in body.meta:
-        traced.meta[CONTEXT_FN] = body.meta[CONTEXT_FN]
-        if "policy" not in options:
-            options["policy"] = record_policy(traced, operands)
+    read = numbered(body, options, operands)
+    traced = _retrace(lambda *v: function_operator.run_body(read, v), operands, grad_mode=True)
+    if "policy" in options:
+        options = carry_policy(body, options, traced, operands)
+    elif CONTEXT_FN in body.meta:
+        options = {**options, **record_policy(body.meta[CONTEXT_FN], traced, operands)}
     node = _register(tracer, "wrap_body_", traced)
     arguments = (node, *map(_argument(tracer), operands))
     visible = tuple(result) if isinstance(result, (tuple, list)) else (result,)

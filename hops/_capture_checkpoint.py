@@ -19,7 +19,7 @@ import torch.utils._pytree as pytree
 from torch import fx
 
 from hops._effects import Watch
-from hops._policy import context_fn_of, record_policy
+from hops._policy_record import carry_policy, numbered, record_policy
 from hops._subgraph import ClosedBody, Recording, add_output, close_body, emit, node_of, owner_of
 from hops._torch import (
     CHECKPOINT_KEYWORDS,
@@ -30,7 +30,11 @@ from hops._torch import (
     without_torch_functions,
 )
 from hops.autograd_function_apply import run_body
-from hops.tag_activation_checkpoint import CONTEXT_FN, node_options, tag_activation_checkpoint
+from hops.tag_activation_checkpoint import (
+    CONTEXT_FN,
+    node_options,
+    tag_activation_checkpoint,
+)
 
 
 def checkpoint_entered(
@@ -97,7 +101,7 @@ def _capture_region(
         watch.report()
         return result
 
-    return _record(run, options)
+    return _record(run, options, _policy_recorder(options))
 
 
 def capture_body(body: fx.GraphModule, operands: Sequence[Any], options: dict[str, Any]) -> Any:
@@ -105,12 +109,28 @@ def capture_body(body: fx.GraphModule, operands: Sequence[Any], options: dict[st
     is exported again."""
     if not torch.is_grad_enabled():
         return run_body(body, operands)
-    context_fn = context_fn_of(body, options)
-    kept = {k: v for k, v in options.items() if k not in ("form", "policy")}
-    return _record(lambda: run_body(body, operands), {**kept, "context_fn": context_fn})
+    if "policy" not in options:
+        # From Dynamo's graph: nothing was recorded yet.
+        options = {**options, "context_fn": body.meta.get(CONTEXT_FN)}
+        return _record(lambda: run_body(body, operands), options, _policy_recorder(options))
+    numbered_body = numbered(body, options, operands)
+    carried = functools.partial(carry_policy, body, options)
+    return _record(lambda: run_body(numbered_body, operands), options, carried)
 
 
-def _record(run: Callable[[], Any], options: dict[str, Any]) -> Any:
+#: Writes the policy of a region on its new body, given examples of the operands; the
+#: keywords of its node.
+PolicyWriter = Callable[[fx.GraphModule, Sequence[Any]], dict[str, Any]]
+
+
+def _policy_recorder(options: dict[str, Any]) -> PolicyWriter | None:
+    context_fn = options.get("context_fn")
+    if context_fn is None or context_fn is torch_checkpoint.noop_context_fn:
+        return None
+    return functools.partial(record_policy, context_fn)
+
+
+def _record(run: Callable[[], Any], options: dict[str, Any], policy: PolicyWriter | None) -> Any:
     region = Recording(pre_dispatch_tracer())
     with region.active():
         result = run()
@@ -119,7 +139,7 @@ def _record(run: Callable[[], Any], options: dict[str, Any]) -> Any:
     if not _records_gradient(region, leaves):
         region.splice()
         return result
-    _write(region, leaves, options)
+    _write(region, leaves, options, policy)
     return result
 
 
@@ -187,17 +207,17 @@ def _outputs(region: Recording, leaves: list[Any]) -> dict[fx.Node, Any]:
     return made or {region.lift(node): value for node, value in untouched.items()}
 
 
-def _write(region: Recording, leaves: list[Any], options: dict[str, Any]) -> None:
+def _write(
+    region: Recording, leaves: list[Any], options: dict[str, Any], policy: PolicyWriter | None
+) -> None:
     tracer = region.tracer
     outputs = _outputs(region, leaves)
     region.lift_free_values()
     body = region.finish(tuple(outputs), "wrap_body_")
     module = getattr(tracer.root, str(body.target))
-    context_fn = options.get("context_fn")
-    if context_fn is not None and context_fn is not torch_checkpoint.noop_context_fn:
-        module.meta[CONTEXT_FN] = context_fn
+    if policy is not None:
         values = [p.meta["val"] for p in module.graph.find_nodes(op="placeholder")]
-        options = {**options, "policy": record_policy(module, values)}
+        options = {**options, **policy(module, values)}
     call = emit(
         tracer,
         tag_activation_checkpoint,

@@ -23,6 +23,7 @@ from torch._dynamo.variables.misc import AutogradFunctionVariable
 
 from hops._capture_function import function_name
 from hops._dynamo_functions import NotPython, capture_by_running, installed_name
+from hops._dynamo_policies import known_context_fn
 from hops._dynamo_regions import MARKS, fold_regions, trace_region
 from hops._torch import (
     stock_autograd_function_apply,
@@ -57,6 +58,8 @@ class CapturedCheckpointVariable(CheckpointHigherOrderVariable):
         if "form" in kwargs:
             if _graph_module(tx, args[0]) is not None:
                 return _call_captured(tx, self.value, list(args), dict(kwargs))
+        if "context_fn" in kwargs:
+            kwargs = {**kwargs, "context_fn": known_context_fn(tx, kwargs["context_fn"])}
         if tx.output.export:
             return trace_region(tx, self, list(args), dict(kwargs))
         return super().call_function(tx, args, kwargs)

@@ -26,6 +26,8 @@ from torch._higher_order_ops import wrap as stock_wrap
 from torch._higher_order_ops.utils import reenter_make_fx
 from torch._ops import HigherOrderOperator
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.autograd import forward_ad
 from torch.fx import node as fx_node
 from torch.fx.experimental import proxy_tensor
 from torch.fx.experimental.proxy_tensor import (
@@ -56,6 +58,10 @@ __all__ = [
     "functorch_is_active",
     "modes_are_active",
     "set_grad_enabled",
+    "cache_earlier_output",
+    "forward_mode_is_active",
+    "post_dispatch_node",
+    "view_tracking_active",
     "without_torch_functions",
     "capture_on_this_thread",
     "checkpoint_function",
@@ -152,6 +158,24 @@ def sac_context(is_recompute: bool, output: Any) -> Any:
             is_recompute=is_recompute, op_output=output
         )
     return torch_checkpoint.SelectiveCheckpointContext(is_recompute=is_recompute)
+
+
+def cache_earlier_output(
+    mode_reference: Any, operation: Any, index: int, output: torch.Tensor
+) -> bool:
+    """Let a selective region take ``output`` for the ``index``-th call of an operation that
+    it was to recompute.  False where this torch or this region cannot (before 2.10 the
+    mode keeps no such table; from 2.14 a region may hand what it keeps to the user's hooks).
+    """
+    mode = mode_reference()
+    placed = getattr(mode, "storage", {}).get(operation)
+    recomputed = getattr(torch_checkpoint, "_RECOMPUTE", None)
+    if not isinstance(placed, dict) or recomputed is None:
+        return False
+    if placed.get(index) is not recomputed or getattr(mode, "respect_saved_tensors_hooks", False):
+        return False
+    placed[index] = torch_checkpoint._VersionWrapper(output)
+    return True
 
 
 @functools.cache
@@ -265,6 +289,29 @@ def native_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
 
 below_autograd = torch._C._AutoDispatchBelowAutograd
 autocast_disabled = torch._C._DisableAutocast
+
+
+def post_dispatch_node(tensor: Any) -> Any:
+    """The node of a tensor in the trace that runs after dispatch, or None."""
+    mode = _post_dispatch_proxy_mode()
+    if mode is None:
+        return None
+    if isinstance(tensor, FunctionalTensor):
+        tensor = torch._from_functional_tensor(tensor.elem)
+    slot = proxy_tensor.get_proxy_slot(tensor, mode.tracer, None)
+    return None if slot is None else slot.proxy.node
+
+
+def view_tracking_active() -> Any:
+    """Below autograd: views share the version counter of their base, as above it."""
+    return torch._C._SetExcludeDispatchKeyGuard(DispatchKey.ADInplaceOrView, False)
+
+
+def forward_mode_is_active() -> bool:
+    """Whether a forward-mode AD level is entered on this thread."""
+    return forward_ad._current_level >= 0
+
+
 without_torch_functions = torch._C.DisableTorchFunction
 set_grad_enabled = torch._C._set_grad_enabled
 functorch_is_active = torch._C._are_functorch_transforms_active
@@ -402,14 +449,16 @@ def transform_functions() -> list[Any]:
 _tag_implementation = getattr(stock_wrap, "tag_activation_checkpoint_impl", None)
 
 
-def tag_for_partitioner(body: Any, *operands: Any, **options: Any) -> Any:
-    """Run a checkpoint body under AOTAutograd, as stock torch does.
+def tag_for_partitioner(body: Any, context_fn: Any, *operands: Any, **options: Any) -> Any:
+    """Run a checkpoint body under AOTAutograd, with a policy or None, as stock torch does.
 
     The nodes that it records carry ``recompute`` and ``ac_graph_id``; how
     they get them changed in 2.10 (from tags on the body to a dispatch mode),
     so this calls the installed torch's own code.
     """
     options = {k: v for k, v in options.items() if k in CHECKPOINT_KEYWORDS}
+    if context_fn is not None:
+        body.meta["_checkpoint_context_fn"] = context_fn
     if _tag_implementation is not None:
         return _tag_implementation(body, *operands, **options)
     return _stock_tag_call(stock_tag_activation_checkpoint, body, *operands, **options)

@@ -253,6 +253,9 @@ def run_body(body: fx.GraphModule, arguments: Sequence[Any]) -> Any:
     return body.forward(*arguments)
 
 
+#: Where in ``node.meta["custom"]`` the decisions of a selective policy are (``hops._decisions``).
+MARK = "checkpoint_policy"
+
 _MARKS = ("partitioner_tag", "autograd_backward", "grad_fn_seq_nr", "in_grad_fn")
 
 
@@ -270,12 +273,19 @@ class MarkingInterpreter(fx.Interpreter):
         self._marks = {name: around[name] for name in _MARKS if name in around}
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
-        fx.traceback.current_meta.update(self._marks)
+        self._mark()
         return super().call_function(target, args, kwargs)
 
     def call_method(self, target: Any, args: Any, kwargs: Any) -> Any:
-        fx.traceback.current_meta.update(self._marks)
+        self._mark()
         return super().call_method(target, args, kwargs)
+
+    def _mark(self) -> None:
+        current = fx.traceback.current_meta
+        current.update(self._marks)
+        if MARK in (current.get("custom") or {}):
+            # Decisions are for the body that they are written in.
+            current["custom"] = {k: v for k, v in current["custom"].items() if k != MARK}
 
 
 class BodyInterpreter(MarkingInterpreter):

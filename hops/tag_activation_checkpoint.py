@@ -8,7 +8,9 @@ buffers, closures.  Keywords are those of ``torch.utils.checkpoint.checkpoint``
 (``use_reentrant``, ``preserve_rng_state``, ``determinism_check``, ``debug``,
 ``early_stop``), as the user gave them, and ``form`` (:data:`FORM`).  A selective policy is kept as
 ``body.meta["_checkpoint_context_fn"]`` while the process lives; what it decided
-for each operation is the keyword ``policy`` (``hops._policy``).
+for each operation is on the nodes of the body and in the keyword ``policy``
+(``hops._policy``).  ``policy_name`` is the text of a policy of ``hops.policies``,
+``allow_cache_entry_mutation`` as the policy's contexts had it.
 
 Upstream: ``torch/_higher_order_ops/wrap.py``, pytorch#103953.
 """
@@ -33,12 +35,15 @@ from hops.errors import OperatorCallError
 #: numbers in recompute than in forward, without a word.
 FORM = 1
 
+#: How a node holds its policy.
+POLICY_KEYWORDS = ("policy", "policy_name", "allow_cache_entry_mutation")
+
 KEYWORDS = frozenset(CHECKPOINT_KEYWORDS) | {
     "early_stop",
     "preserve_rng_state",
     "respect_saved_tensors_hooks",
     "form",
-    "policy",
+    *POLICY_KEYWORDS,
 }
 
 #: Where a body keeps its selective policy (stock torch's key).
@@ -73,8 +78,7 @@ def node_options(options: dict[str, Any]) -> dict[str, Any]:
     """The keywords of a node in ATen form: all that say how the region is run."""
     defaults = {"early_stop": True, **CHECKPOINT_KEYWORDS}
     kept = {name: options.get(name, defaults[name]) for name in _KEPT_OPTIONS}
-    if "policy" in options:
-        kept["policy"] = options["policy"]
+    kept.update({name: options[name] for name in POLICY_KEYWORDS if name in options})
     return {**kept, "form": FORM}
 
 
