@@ -33,7 +33,8 @@ class BackwardCapture:
         self.call = call
         self.slots = slots
         self.tracer = call.tracer
-        self.first = True
+        self.kept = call.ctx.with_own_containers()
+        self.first = self.fresh = True
 
     def run(self, options: dict[str, Any]) -> tuple[list[Any], list[Any], list[int]]:
         """Trace all forms of the backward that the operator needs.
@@ -91,7 +92,7 @@ class BackwardCapture:
             return self._trace_in(False, backward, options, missing)
 
     def _empty_body(self) -> Recording:
-        body = Recording(self.tracer)
+        body = Recording(self.tracer, f"{self.call.name}.backward")
         for _ in self.slots:
             body.add_placeholder()
         return body
@@ -119,8 +120,9 @@ class BackwardCapture:
         options: dict[str, Any],
         missing: frozenset[int],
     ) -> tuple[Any, list[Any]]:
-        body = Recording(self.tracer)
-        ctx = self.call.ctx.for_backward()
+        body = Recording(self.tracer, f"{self.call.name}.backward")
+        ctx = self.call.ctx.for_backward() if self.fresh else self.kept.with_own_containers()
+        self.fresh = False
         values = (*self.call.args, *ctx.__dict__.values())
         watch = self.call.watch("backward", [backward], values)
         with body.active(), set_grad_enabled_silently(grad_mode), _random_state_kept(self.slots):

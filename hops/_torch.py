@@ -25,7 +25,11 @@ from torch._guards import detect_fake_mode
 from torch._higher_order_ops import wrap as stock_wrap
 from torch._higher_order_ops.utils import reenter_make_fx
 from torch._ops import HigherOrderOperator
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    FakeTensor,
+    FakeTensorMode,
+)
 from torch.fx.experimental import proxy_tensor
 from torch.fx.experimental.proxy_tensor import (
     PreDispatchTorchFunctionMode,
@@ -62,6 +66,7 @@ __all__ = [
     "disable_proxy_modes_tracing",
     "fake_conversion_allowed",
     "get_proxy_mode",
+    "is_data_dependence",
     "is_traceable_wrapper_subclass",
     "mark_saved_without_version_check",
     "non_strict_tracing",
@@ -308,6 +313,18 @@ class SymbolicValues:
         for thunk, pending in self._pending:
             if thunk.f is None:
                 thunk.f, thunk.r = pending, None
+
+
+def is_data_dependence(error: Exception) -> bool:
+    """Whether torch says that tracing stopped at the value of a tensor."""
+    # Imported late: it brings sympy, which costs more than all of hops.
+    from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+
+    if isinstance(error, (GuardOnDataDependentSymNode, DataDependentOutputException)):
+        return True
+    return "trying to get a value out of symbolic" in str(error) or (
+        "trying to get value out of a tracing tensor" in str(error)
+    )
 
 
 def _is_unbacked(sym_node: Any) -> bool:
