@@ -14,7 +14,12 @@ import torch
 from torch import fx
 
 from hops._subgraph import Recording, leaf_tensors, node_of, track
-from hops._torch import FakeTensor, disable_proxy_modes_tracing, set_grad_enabled_silently
+from hops._torch import (
+    FakeTensor,
+    disable_proxy_modes_tracing,
+    set_grad_enabled,
+    set_grad_enabled_silently,
+)
 from hops.errors import CaptureError
 
 _ONCE_DIFFERENTIABLE = torch.autograd.function.once_differentiable(lambda ctx: None).__code__
@@ -111,7 +116,7 @@ class BackwardCapture:
             if chosen is not target:
                 wrapped = wrapped.__get__(function)
             return wrapped, True
-        return chosen, False
+        return chosen, _is_once_differentiable(target)
 
     def _trace_in(
         self,
@@ -145,6 +150,8 @@ class BackwardCapture:
             else:
                 watch.undo()
             outputs = [node_of(g, self.tracer) for g in self._checked(returned)]
+        if "once_differentiable" in options:
+            drop_no_grad(body.graph)
         if ctx.read_needs_input_grad:
             options["needs_input_grad"] = self._needs_input_grad()
         return body, outputs
@@ -257,6 +264,27 @@ class BackwardCapture:
     def _known_node(self, tensor: torch.Tensor) -> fx.Node | None:
         proxy = self.tracer.unwrap_proxy(tensor)
         return proxy.node if isinstance(proxy, fx.Proxy) else None
+
+
+def _is_once_differentiable(function: Any) -> bool:
+    """Whether ``once_differentiable`` is below another decorator, such as ``custom_bwd``."""
+    while function is not None:
+        if getattr(function, "__code__", None) is _ONCE_DIFFERENTIABLE:
+            return True
+        function = getattr(function, "__wrapped__", None)
+    return False
+
+
+def drop_no_grad(graph: fx.Graph) -> None:
+    """Drop switches to no-grad mode from a body that runs in it anyway; torch.export
+    would cut the body in pieces at them."""
+    enabled = False
+    for node in list(graph.nodes):
+        if node.target is set_grad_enabled:
+            if node.args[0] == enabled:
+                graph.erase_node(node)
+            else:
+                enabled = node.args[0]
 
 
 @contextmanager

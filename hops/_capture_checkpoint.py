@@ -123,10 +123,10 @@ def _record(name: str, run: Callable[[], Any], options: dict[str, Any]) -> Any:
     region.lift_free_values()
     if not _records_gradient(region, leaves):
         region.splice()
-        assigned.assign_outside(tracer)
+        assigned.assign_outside(region.tracer)
         return result
     _write(region, leaves, options)
-    assigned.assign_outside(tracer)
+    assigned.assign_outside(region.tracer)
     return result
 
 

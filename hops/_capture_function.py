@@ -22,7 +22,7 @@ import torch
 from torch import fx
 
 from hops._assigned_buffers import AssignedBuffers
-from hops._capture_backward import BackwardCapture
+from hops._capture_backward import BackwardCapture, drop_no_grad
 from hops._context import RecordedContext
 from hops._effects import Watch
 from hops._refusals import data_dependence_named
@@ -226,6 +226,7 @@ class _Capture:
             elif isinstance(node, fx.Node):
                 node = forward.lift(node)
             out_nodes.append(node)
+        drop_no_grad(forward.graph)
         backward = BackwardCapture(self, slots)
         options = self._options(slots)
         bodies, saved, saved_idx = backward.run(options)

@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 import threading
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -60,6 +61,7 @@ __all__ = [
     "capture_on_this_thread",
     "checkpoint_function",
     "checkpoint_takes_tuples",
+    "compiled_code_inlined",
     "compiler_is_tracing",
     "custom_function_call",
     "detect_fake_mode",
@@ -185,6 +187,15 @@ def capture_on_this_thread() -> Iterator[None]:
         yield
     finally:
         _this_thread.captures = depth
+
+
+def compiled_code_inlined() -> Any:
+    """Let captured code call what went through ``torch.compile``: it runs as it was written.
+
+    torch.export does so by itself; ``make_fx`` would raise.
+    """
+    config = sys.modules.get("torch._dynamo.config")
+    return nullcontext() if config is None else config.patch(error_on_nested_fx_trace=False)
 
 
 def pre_dispatch_tracer() -> Any:

@@ -68,7 +68,8 @@ def a_saved_output_may_not_be_written_before_backward():
     return Model(lambda self, x: Save.apply(x * self.weight).mul_(2)), (tensor(),)
 
 
-@case()
+# torch saves no block of no_grad that gives nothing, with or without hops.
+@case(unsaveable=True)
 def a_stashed_output_written_under_no_grad_before_backward():
     class Stash(Function):
         @staticmethod
@@ -290,7 +291,9 @@ def an_integer_lone_output():
         def backward(ctx, grad):
             return None
 
-    return Model(lambda self, x: (x * self.weight)[:, Index.apply(x * self.weight)]), (tensor(3, 3),)
+    return Model(lambda self, x: (x * self.weight)[:, Index.apply(x * self.weight)]), (
+        tensor(3, 3),
+    )
 
 
 @case()
@@ -541,7 +544,8 @@ def an_expanded_operand():
 # --------------------------------------------------------------------------- Call shapes: outputs
 
 
-@case(calls=-1)
+# torch 2.6 saves no operator that gives no tensor.
+@case(calls=-1, unsaveable=True)
 def a_lone_output_that_is_no_tensor():
     class Nothing(Function):
         @staticmethod
