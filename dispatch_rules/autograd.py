@@ -64,7 +64,8 @@ def replay(form: CallForm, operands: tuple[Any, ...]) -> Any:
         _check_needs_input_grad(form, inputs)
     if form.apply is None:
         form.apply = _node_class(form.name, "once_differentiable" in form.options).apply
-    outputs = form.apply(form, operands[form.num_inputs :], *inputs)
+    # The inputs come first, so that errors of the engine count them as eager's do.
+    outputs = form.apply(*inputs, form, operands[form.num_inputs :])
     return outputs[0] if form.single else outputs
 
 
@@ -96,10 +97,11 @@ class _CapturedFunction(torch.autograd.Function):
     """The autograd node of a replayed call; :func:`_node_class` gives it its name."""
 
     @staticmethod
-    def forward(ctx: Any, form: CallForm, captured: tuple[Any, ...], *inputs: Any) -> Any:
-        outputs, saved = form.forward(inputs + captured)
+    def forward(ctx: Any, *arguments: Any) -> Any:
+        *inputs, form, captured = arguments
+        outputs, saved = form.forward((*inputs, *captured))
         ctx.form = form
-        ctx.strides = _unusual_strides(outputs)
+        ctx.orders = _unusual_orders(outputs)
         ctx.kept = None
         checked = form.saved_for_backward
         if len(checked) == len(saved):
@@ -121,9 +123,9 @@ class _CapturedFunction(torch.autograd.Function):
                 "it with backward mode AD."
             )
         saved = ctx.saved_tensors if ctx.kept is None else _joined(ctx)
-        arrived = [_laid_out(g, ctx.strides, i) for i, g in enumerate(gradients)]
+        arrived = [_laid_out(g, ctx.orders, i) for i, g in enumerate(gradients)]
         results = form.backward(arrived, saved)
-        return (None, None, *results[: form.num_inputs])
+        return (*results[: form.num_inputs], None, None)
 
 
 def _mark(ctx: Any, form: CallForm, outputs: Sequence[Any]) -> None:
@@ -171,13 +173,13 @@ def _simple_function(form: PreparedForm) -> type[torch.autograd.Function]:
         values = run(body, *operands)
         outputs = values[:num_outputs]
         ctx.save_for_backward(*values[num_outputs:])
-        ctx.strides = None if _all_contiguous(outputs) else _unusual_strides(outputs)
+        ctx.orders = None if _all_contiguous(outputs) else _unusual_orders(outputs)
         return outputs
 
     def backward(ctx: Any, *gradients: Any) -> Any:
-        strides = ctx.strides
-        if strides is not None or not _all_contiguous(gradients):
-            gradients = tuple(_laid_out(g, strides, i) for i, g in enumerate(gradients))
+        orders = ctx.orders
+        if orders is not None or not _all_contiguous(gradients):
+            gradients = tuple(_laid_out(g, orders, i) for i, g in enumerate(gradients))
         return form.run(form.bwd, gradients + ctx.saved_tensors)
 
     if "once_differentiable" in form.options:
@@ -198,10 +200,11 @@ def _simple_function(form: PreparedForm) -> type[torch.autograd.Function]:
 # gradient of another layout is copied into the traced one.
 
 
-def _unusual_strides(outputs: Sequence[Any]) -> dict[int, tuple[int, ...]] | None:
-    """Strides of the outputs that are not contiguous, by position."""
+def _unusual_orders(outputs: Sequence[Any]) -> dict[int, list[int]] | None:
+    """How the outputs that are not contiguous are laid out, by position: their
+    dimensions from the outermost in memory to the innermost."""
     unusual = {
-        i: v.stride()
+        i: _order(v)
         for i, v in enumerate(outputs)
         if isinstance(v, torch.Tensor) and v.layout is torch.strided and not v.is_contiguous()
     }
@@ -215,17 +218,38 @@ def _all_contiguous(tensors: Sequence[Any]) -> bool:
         return False
 
 
-def _laid_out(gradient: Any, strides: dict[int, tuple[int, ...]] | None, position: int) -> Any:
+def _order(tensor: torch.Tensor) -> list[int]:
+    """The order of dimensions in ``torch.ones_like(tensor)``, with which a backward is traced.
+
+    An insertion sort by stride, as torch's own for such tensors: a dimension
+    that is expanded (stride 0) moves past none, and none stops at it.
+    """
+    strides, sizes = tensor.stride(), tensor.shape
+    inwards = [*reversed(range(tensor.dim()))]
+    for place in range(1, len(inwards)):
+        moving = place
+        for other in range(place - 1, -1, -1):
+            ours, theirs = inwards[moving], inwards[other]
+            if strides[ours] == 0 or strides[theirs] == 0:
+                continue
+            if strides[theirs] < strides[ours]:
+                break
+            if strides[theirs] > strides[ours] or sizes[theirs] > sizes[ours]:
+                inwards[moving], inwards[other] = theirs, ours
+                moving = other
+    return inwards[::-1]
+
+
+def _laid_out(gradient: Any, orders: dict[int, list[int]] | None, position: int) -> Any:
     if not isinstance(gradient, torch.Tensor) or gradient.layout is not torch.strided:
         return gradient
-    if strides is None or position not in strides:
+    if orders is None or position not in orders:
         return gradient if gradient.is_contiguous() else gradient.contiguous()
-    wanted = strides[position]
-    if gradient.stride() == wanted:
+    order = orders[position]
+    permuted = gradient.permute(order)
+    if permuted.is_contiguous():
         return gradient
-    order = sorted(range(gradient.dim()), key=lambda d: wanted[d], reverse=True)
-    back = sorted(range(gradient.dim()), key=order.__getitem__)
-    return gradient.permute(order).contiguous().permute(back)
+    return permuted.contiguous().permute([order.index(d) for d in range(len(order))])
 
 
 def tag_activation_checkpoint(body: Any, *operands: Any, **options: Any) -> Any:

@@ -44,7 +44,8 @@ class BackwardCapture:
         self.call = call
         self.slots = slots
         self.tracer = call.tracer
-        self.first = True
+        self.kept = call.ctx.with_own_containers()
+        self.first = self.fresh = True
         self._packed: dict[fx.Node, fx.Node] = {}
 
     def run(self, options: dict[str, Any]) -> tuple[list[Any], list[Any], list[int]]:
@@ -103,7 +104,7 @@ class BackwardCapture:
             return self._trace_in(False, backward, options, missing)
 
     def _empty_body(self) -> Recording:
-        body = Recording(self.tracer)
+        body = Recording(self.tracer, f"{self.call.name}.backward")
         for value in self.slots:
             if isinstance(value, torch.Tensor):
                 self._gradient(body, value, False)
@@ -123,7 +124,7 @@ class BackwardCapture:
             if chosen is not target:
                 wrapped = wrapped.__get__(function)
             return wrapped, True
-        return chosen, False
+        return chosen, _is_once_differentiable(target)
 
     def _trace_in(
         self,
@@ -132,8 +133,9 @@ class BackwardCapture:
         options: dict[str, Any],
         missing: frozenset[int],
     ) -> tuple[Any, list[Any]]:
-        body = Recording(self.tracer)
-        ctx = self.call.ctx.for_backward()
+        body = Recording(self.tracer, f"{self.call.name}.backward")
+        ctx = self.call.ctx.for_backward() if self.fresh else self.kept.with_own_containers()
+        self.fresh = False
         values = (*self.call.args, *ctx.__dict__.values())
         watch = self.call.watch("backward", [backward], values)
         with body.active(), _as_in_backward(grad_mode), _random_state_kept(self.slots):
@@ -285,6 +287,15 @@ class BackwardCapture:
     def _known_node(self, tensor: torch.Tensor) -> fx.Node | None:
         proxy = self.tracer.unwrap_proxy(tensor)
         return proxy.node if isinstance(proxy, fx.Proxy) else None
+
+
+def _is_once_differentiable(function: Any) -> bool:
+    """Whether ``once_differentiable`` is below another decorator, such as ``custom_bwd``."""
+    while function is not None:
+        if getattr(function, "__code__", None) is _ONCE_DIFFERENTIABLE:
+            return True
+        function = getattr(function, "__wrapped__", None)
+    return False
 
 
 @contextmanager

@@ -18,8 +18,10 @@ import torch
 import torch.utils._pytree as pytree
 from torch import fx
 
+from hops._assigned_buffers import AssignedBuffers
 from hops._effects import Watch
 from hops._policy_record import carry_policy, numbered, record_policy
+from hops._refusals import data_dependence_named
 from hops._subgraph import ClosedBody, Recording, add_output, close_body, emit, node_of, owner_of
 from hops._torch import (
     CHECKPOINT_KEYWORDS,
@@ -94,14 +96,16 @@ def _capture_region(
         return _run_without_gradient(function, args, kwargs)
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
-    watch = Watch(_region_name(function), [function], (*args, *kwargs.values()))
+    name = _region_name(function)
+    watch = Watch(name, [function], (*args, *kwargs.values()))
 
     def run() -> Any:
-        result = function(*args, **kwargs)
+        with data_dependence_named(name):
+            result = function(*args, **kwargs)
         watch.report()
         return result
 
-    return _record(run, options, _policy_recorder(options))
+    return _record(name, run, options, _policy_recorder(options))
 
 
 def capture_body(body: fx.GraphModule, operands: Sequence[Any], options: dict[str, Any]) -> Any:
@@ -109,13 +113,14 @@ def capture_body(body: fx.GraphModule, operands: Sequence[Any], options: dict[st
     is exported again."""
     if not torch.is_grad_enabled():
         return run_body(body, operands)
+    name = "a checkpointed region"
     if "policy" not in options:
         # From Dynamo's graph: nothing was recorded yet.
         options = {**options, "context_fn": body.meta.get(CONTEXT_FN)}
-        return _record(lambda: run_body(body, operands), options, _policy_recorder(options))
+        return _record(name, lambda: run_body(body, operands), options, _policy_recorder(options))
     numbered_body = numbered(body, options, operands)
     carried = functools.partial(carry_policy, body, options)
-    return _record(lambda: run_body(numbered_body, operands), options, carried)
+    return _record(name, lambda: run_body(numbered_body, operands), options, carried)
 
 
 #: Writes the policy of a region on its new body, given examples of the operands; the
@@ -130,16 +135,20 @@ def _policy_recorder(options: dict[str, Any]) -> PolicyWriter | None:
     return functools.partial(record_policy, context_fn)
 
 
-def _record(run: Callable[[], Any], options: dict[str, Any], policy: PolicyWriter | None) -> Any:
-    region = Recording(pre_dispatch_tracer())
-    with region.active():
+def _record(
+    name: str, run: Callable[[], Any], options: dict[str, Any], policy: PolicyWriter | None
+) -> Any:
+    region = Recording(pre_dispatch_tracer(), name)
+    with region.active(), AssignedBuffers() as assigned:
         result = run()
     leaves, spec = pytree.tree_flatten(result)
     region.lift_free_values()
     if not _records_gradient(region, leaves):
         region.splice()
+        assigned.assign_outside(region.tracer)
         return result
     _write(region, leaves, options, policy)
+    assigned.assign_outside(region.tracer)
     return result
 
 
