@@ -29,6 +29,7 @@ import torch
 from torch import fx
 
 from hops._body import Body, crosses_as_tensor, holds_body, pack_number, tidy_body
+from hops._mode_switches import simplify_mode_switches
 from hops._torch import (
     SymbolicValues,
     disable_proxy_modes_tracing,
@@ -258,6 +259,7 @@ class Recording:
         for node in reversed(list(self.graph.nodes)):
             if not node.users and (node.op == "get_attr" or _is_size_of(node)):
                 self.graph.erase_node(node)
+        simplify_mode_switches(self.graph)
         root = self.tracer.root
         nested = {}
         for node in self.graph.nodes:

@@ -94,6 +94,7 @@ __all__ = [
     "selective_checkpoint_modes",
     "set_grad_enabled_silently",
     "stock_autograd_function_apply",
+    "statically_known_true",
     "stock_tag_activation_checkpoint",
     "tag_for_partitioner",
     "torch_checkpoint",
@@ -472,6 +473,15 @@ def transform_functions() -> list[Any]:
     predispatch = getattr(torch._functorch, "predispatch", None)
     names = ("_vmap_increment_nesting", "_vmap_decrement_nesting", "lazy_load_decompositions")
     return [getattr(predispatch, name) for name in names if hasattr(predispatch, name)]
+
+
+def statically_known_true(condition: Any) -> bool:
+    """``symbolic_shapes.statically_known_true``, whose module is too heavy to import early."""
+    if isinstance(condition, bool):
+        return condition
+    from torch.fx.experimental import symbolic_shapes
+
+    return symbolic_shapes.statically_known_true(condition)
 
 
 _tag_implementation = getattr(stock_wrap, "tag_activation_checkpoint_impl", None)
