@@ -8,7 +8,7 @@ are then operations like any other.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -52,7 +52,7 @@ def autograd_function_apply(fwd: Any, bwd: Any, *operands: Any, **options: Any) 
         with set_grad_enabled_silently(False):
             return form.visible(form.forward(operands)[0])
     if "needs_input_grad" in options:
-        _check_needs_input_grad(form, inputs)
+        check_needs_input_grad(form, map(_requires_grad, inputs))
     node = _node_class(form.name, "once_differentiable" in options)
     outputs = node.apply(form, operands[form.num_inputs :], *inputs)
     return form.visible(outputs)
@@ -62,9 +62,10 @@ def _requires_grad(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.requires_grad
 
 
-def _check_needs_input_grad(form: CallForm, inputs: Sequence[Any]) -> None:
-    for position, (value, needed) in enumerate(zip(inputs, form.options["needs_input_grad"])):
-        if not needed and _requires_grad(value):
+def check_needs_input_grad(form: CallForm, required: Iterable[bool]) -> None:
+    """Refuse inputs that require grad now and did not when ``form`` was captured."""
+    for position, (now, then) in enumerate(zip(required, form.options["needs_input_grad"])):
+        if now and not then:
             raise ReplayError(
                 f"hops: input {position} of {form.name} requires grad, but did not when it was "
                 "captured, and its backward looks at ctx.needs_input_grad. Capture the model "
@@ -95,7 +96,7 @@ class _CapturedFunction(torch.autograd.Function):
             ctx.mark_non_differentiable(*[v for v in marked if isinstance(v, torch.Tensor)])
         if options.get("dirty_idx"):
             ctx.mark_dirty(*[outputs[i] for i in options["dirty_idx"]])
-        ctx.strides = _unusual_strides(outputs)
+        ctx.strides = unusual_strides(outputs)
         return tuple(outputs)
 
     @staticmethod
@@ -111,7 +112,7 @@ class _CapturedFunction(torch.autograd.Function):
             saved = list(saved)
             for position, value in zip(form.saved_for_backward, ctx.saved_tensors):
                 saved[position] = value
-        arrived = [_laid_out(g, ctx.strides, i) for i, g in enumerate(gradients)]
+        arrived = [laid_out(g, ctx.strides, i) for i, g in enumerate(gradients)]
         results = form.backward(arrived, saved)
         return (None, None, *results[: form.num_inputs])
 
@@ -134,7 +135,7 @@ def _node_class(name: str, once: bool) -> type[torch.autograd.Function]:
 # gradient of another layout is copied into the traced one.
 
 
-def _unusual_strides(outputs: Sequence[Any]) -> dict[int, tuple[int, ...]] | None:
+def unusual_strides(outputs: Sequence[Any]) -> dict[int, tuple[int, ...]] | None:
     """Strides of the outputs that are not contiguous, by position."""
     unusual = {
         i: v.stride()
@@ -144,7 +145,7 @@ def _unusual_strides(outputs: Sequence[Any]) -> dict[int, tuple[int, ...]] | Non
     return unusual or None
 
 
-def _laid_out(gradient: Any, strides: dict[int, tuple[int, ...]] | None, position: int) -> Any:
+def laid_out(gradient: Any, strides: dict[int, tuple[int, ...]] | None, position: int) -> Any:
     if not isinstance(gradient, torch.Tensor) or gradient.layout is not torch.strided:
         return gradient
     if strides is None or position not in strides:

@@ -81,6 +81,7 @@ def _operator(instance: Any, own_class: type) -> Callable[[], None]:
         else:
             instance.python_key_table.pop(key, None)
             instance.py_kernels.pop(key, None)
+            instance.functorch_table.pop(key, None)
             instance.py_impl(key)(rule)
     instance._dispatch_cache.clear()
 
