@@ -31,9 +31,7 @@ def autograd_function_apply(
     return call.form.visible(call.slots(results))
 
 
-def tag_activation_checkpoint(
-    interpreter: Any, body: Any, *operands: Any, **options: Any
-) -> Any:
+def tag_activation_checkpoint(interpreter: Any, body: Any, *operands: Any, **options: Any) -> Any:
     return run_body(body, operands)
 
 

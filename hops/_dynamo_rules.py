@@ -21,9 +21,8 @@ from torch._dynamo.variables.higher_order_ops import (
 )
 from torch._dynamo.variables.misc import AutogradFunctionVariable
 
-from hops._capture_function import function_name
 from hops import _dynamo_compile
-from hops._dynamo_compile import read_call
+from hops._capture_function import function_name
 from hops._dynamo_functions import NotPython, capture_by_running, installed_name
 from hops._dynamo_regions import MARKS, fold_regions, trace_region
 from hops._torch import (
@@ -125,7 +124,7 @@ def call_apply_under_export(stock: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(stock)
     def call_apply(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
         if not tx.output.export:
-            return read_call(stock, self, tx, args, kwargs)
+            return _dynamo_compile.read_call(stock, self, tx, args, kwargs)
         try:
             return capture_by_running(tx, self.fn_cls, args, kwargs)
         except NotPython:

@@ -138,7 +138,10 @@ def _is_layout(node: fx.Node, source: fx.Node) -> bool:
 
 
 def _is_number(node: fx.Node) -> bool:
-    return isinstance(node.meta.get("example_value"), (torch.SymInt, int))
+    """Whether a node is a size or stride, or all of a tensor's."""
+    value = node.meta.get("example_value")
+    numbers = value if isinstance(value, tuple) else (value,)
+    return all(isinstance(n, (torch.SymInt, int)) for n in numbers)
 
 
 def _target(node: fx.Node) -> Any:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch.autograd import Function
+from torch.utils.checkpoint import checkpoint
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,8 +22,8 @@ class Case:
     build: Callable[[], tuple[Callable[..., Any], tuple[Any, ...]]]
     #: Stock Dynamo reads it right on every torch: the graph must stay as stock's.
     stock_is_right: bool = False
-    #: Loss of the outputs; the sum by default, whose gradients are expanded scalars.
-    loss: Callable[[list[torch.Tensor]], torch.Tensor] | None = None
+    #: Stock Dynamo does not get as far as the Function when the whole graph is asked for.
+    stock_refuses: bool = False
 
 
 CASES: dict[str, Case] = {}
@@ -145,6 +146,36 @@ def materialize_true():
     return lambda x: MaterializeTrue.apply(x)[0].exp(), (leaf(),)
 
 
+@case()
+def materialize_in_a_row():
+    return (
+        lambda x: UnusedIsNone.apply(UnusedIsNone.apply(x.sin())[0])[1].exp(),
+        (leaf(),),
+    )
+
+
+@case()
+def materialize_in_a_region():
+    def region(x):
+        return UnusedIsNone.apply(x.sin())[0].exp()
+
+    return lambda x: checkpoint(region, x, use_reentrant=False).cos(), (leaf(),)
+
+
+class Scaled(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.rand(3))
+
+    def forward(self, x):
+        return UnusedIsNone.apply(x * self.weight)[0].exp()
+
+
+@case()
+def materialize_in_a_module():
+    return Scaled(), (leaf(),)
+
+
 # ----------------------------------------------------------------------- mark_non_differentiable
 
 
@@ -194,6 +225,14 @@ class LoneInteger(Function):
     @staticmethod
     def backward(ctx, grad):
         return grad
+
+
+@case()
+def lone_non_differentiable_in_a_region():
+    def region(x):
+        return LoneMask.apply(x) * x
+
+    return lambda x: checkpoint(region, x, use_reentrant=False).cos(), (leaf(),)
 
 
 @case()
@@ -302,7 +341,7 @@ def vmap_without_gradients():
     return lambda x: torch.vmap(lambda v: Doubled.apply(v))(x), (torch.randn(2, 3),)
 
 
-@case()
+@case(stock_refuses=True)
 def vmap_of_apply():
     return lambda x: torch.vmap(Doubled.apply)(x), (leaf(),)
 
@@ -361,7 +400,10 @@ class Mean(Function):
 
 @case()
 def vmap_over_second():
-    return lambda x, y: torch.vmap(lambda a, b: Mean.apply(a, b), in_dims=(None, 0))(x, y), (leaf(4), leaf(2, 3))
+    return lambda x, y: torch.vmap(lambda a, b: Mean.apply(a, b), in_dims=(None, 0))(x, y), (
+        leaf(4),
+        leaf(2, 3),
+    )
 
 
 @case()
@@ -435,9 +477,9 @@ def _strides(body, name, use, *shape):
 
 for _body in BODIES:
     _strides(_body, "expanded", lambda y: y.sum())
-    _strides(_body, "dense", lambda y: y.exp())
     _strides(_body, "transposed", lambda y: y.t().contiguous().exp())
-    _strides(_body, "sliced", lambda y: torch.cat([y, y * 2], dim=1).exp())
+_strides(is_contiguous, "dense", lambda y: y.exp())
+_strides(is_contiguous, "sliced", lambda y: torch.cat([y, y * 2], dim=1).exp())
 _strides(channels_last, "dense", lambda y: y.exp(), 2, 3, 4, 5)
 _strides(
     channels_last,
