@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -61,7 +61,7 @@ def replay(form: CallForm, operands: tuple[Any, ...]) -> Any:
         with set_grad_enabled_silently(False):
             return form.visible(form.forward(operands)[0])
     if "needs_input_grad" in form.options:
-        _check_needs_input_grad(form, inputs)
+        check_needs_input_grad(form, map(_requires_grad, inputs))
     if form.apply is None:
         form.apply = _node_class(form.name, "once_differentiable" in form.options).apply
     # The inputs come first, so that errors of the engine count them as eager's do.
@@ -83,9 +83,10 @@ def _requires_grad(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.requires_grad
 
 
-def _check_needs_input_grad(form: CallForm, inputs: Sequence[Any]) -> None:
-    for position, (value, needed) in enumerate(zip(inputs, form.options["needs_input_grad"])):
-        if not needed and _requires_grad(value):
+def check_needs_input_grad(form: CallForm, required: Iterable[bool]) -> None:
+    """Refuse inputs that require grad now and did not when ``form`` was captured."""
+    for position, (now, then) in enumerate(zip(required, form.options["needs_input_grad"])):
+        if now and not then:
             raise ReplayError(
                 f"hops: input {position} of {form.name} requires grad, but did not when it was "
                 "captured, and its backward looks at ctx.needs_input_grad. Capture the model "
@@ -101,7 +102,7 @@ class _CapturedFunction(torch.autograd.Function):
         *inputs, form, captured = arguments
         outputs, saved = form.forward((*inputs, *captured))
         ctx.form = form
-        ctx.orders = _unusual_orders(outputs)
+        ctx.orders = unusual_orders(outputs)
         ctx.kept = None
         checked = form.saved_for_backward
         if len(checked) == len(saved):
@@ -123,7 +124,7 @@ class _CapturedFunction(torch.autograd.Function):
                 "it with backward mode AD."
             )
         saved = ctx.saved_tensors if ctx.kept is None else _joined(ctx)
-        arrived = [_laid_out(g, ctx.orders, i) for i, g in enumerate(gradients)]
+        arrived = [laid_out(g, ctx.orders, i) for i, g in enumerate(gradients)]
         results = form.backward(arrived, saved)
         return (*results[: form.num_inputs], None, None)
 
@@ -173,13 +174,13 @@ def _simple_function(form: PreparedForm) -> type[torch.autograd.Function]:
         values = run(body, *operands)
         outputs = values[:num_outputs]
         ctx.save_for_backward(*values[num_outputs:])
-        ctx.orders = None if _all_contiguous(outputs) else _unusual_orders(outputs)
+        ctx.orders = None if _all_contiguous(outputs) else unusual_orders(outputs)
         return outputs
 
     def backward(ctx: Any, *gradients: Any) -> Any:
         orders = ctx.orders
         if orders is not None or not _all_contiguous(gradients):
-            gradients = tuple(_laid_out(g, orders, i) for i, g in enumerate(gradients))
+            gradients = tuple(laid_out(g, orders, i) for i, g in enumerate(gradients))
         return form.run(form.bwd, gradients + ctx.saved_tensors)
 
     if "once_differentiable" in form.options:
@@ -200,7 +201,7 @@ def _simple_function(form: PreparedForm) -> type[torch.autograd.Function]:
 # gradient of another layout is copied into the traced one.
 
 
-def _unusual_orders(outputs: Sequence[Any]) -> dict[int, list[int]] | None:
+def unusual_orders(outputs: Sequence[Any]) -> dict[int, list[int]] | None:
     """How the outputs that are not contiguous are laid out, by position: their
     dimensions from the outermost in memory to the innermost."""
     unusual = {
@@ -240,7 +241,7 @@ def _order(tensor: torch.Tensor) -> list[int]:
     return inwards[::-1]
 
 
-def _laid_out(gradient: Any, orders: dict[int, list[int]] | None, position: int) -> Any:
+def laid_out(gradient: Any, orders: dict[int, list[int]] | None, position: int) -> Any:
     if not isinstance(gradient, torch.Tensor) or gradient.layout is not torch.strided:
         return gradient
     if orders is None or position not in orders:

@@ -89,6 +89,7 @@ def _operator(instance: Any, own_class: type) -> Callable[[], None]:
         else:
             instance.python_key_table.pop(key, None)
             instance.py_kernels.pop(key, None)
+            instance.functorch_table.pop(key, None)
             instance.py_impl(key)(rule)
     instance._dispatch_cache.clear()
 
@@ -277,11 +278,13 @@ SITES = (
     ),
     Site(
         "torch._dynamo: TorchHigherOrderOperatorVariable.make, "
-        "AutogradFunctionVariable.call_apply, OutputGraph.call_user_compiler, list of files to "
-        "inline",
+        "AutogradFunctionVariable.call_apply, OutputGraph.call_user_compiler, "
+        "SideEffects.store_attr and mutation, autograd_function_backward_rewritten, list of "
+        "files to inline",
         "Dynamo cannot read a graph that holds autograd_function_apply, traces the body of a "
         "captured region anew, refuses or misreads many Functions and regions under export "
-        "(what happened in a region is cut out of the complete graph), and skips "
+        "(what happened in a region is cut out of the complete graph), some Functions under "
+        "torch.compile too (it is watched while it reads them), and skips "
         "checkpoint_sequential",
         lambda: _once_imported("torch._dynamo", _patch_dynamo),
     ),

@@ -56,6 +56,7 @@ __all__ = [
     "StockAutogradFunctionApply",
     "StockTagActivationCheckpoint",
     "SymbolicValues",
+    "TRANSFORMS",
     "any_requires_grad",
     "autocast_disabled",
     "below_autograd",
@@ -100,6 +101,7 @@ __all__ = [
     "torch_checkpoint",
     "track_tensor_tree",
     "transform_functions",
+    "transformed_tensor_requires_grad",
     "unbacked_symbols_bound",
     "writes_profiler_marks",
 ]
@@ -118,6 +120,13 @@ class FUNCTIONALIZE:
     ``HigherOrderOperator.py_functionalize_impl`` registers together.
     """
 
+
+#: The transforms of ``torch.func`` under which an operator may be called.
+TRANSFORMS = (
+    torch._C._functorch.TransformType.Grad,
+    torch._C._functorch.TransformType.Jvp,
+    torch._C._functorch.TransformType.Vmap,
+)
 
 SYMBOLIC_TYPES = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
@@ -332,6 +341,19 @@ def forward_mode_is_active() -> bool:
 without_torch_functions = torch._C.DisableTorchFunction
 set_grad_enabled = torch._C._set_grad_enabled
 functorch_is_active = torch._C._are_functorch_transforms_active
+
+
+def transformed_tensor_requires_grad(tensor: Any) -> bool:
+    """Whether a tensor that transforms of ``torch.func`` may have wrapped is differentiated,
+    by a transform or by the autograd outside of all of them."""
+    functorch = torch._C._functorch
+    while isinstance(tensor, torch.Tensor):
+        if tensor.requires_grad or functorch.is_gradtrackingtensor(tensor):
+            return True
+        if not functorch.is_functorch_wrapped_tensor(tensor):
+            break
+        tensor = functorch.get_unwrapped(tensor)
+    return False
 
 
 _len_dispatch_modes = torch._C._len_torch_dispatch_stack
