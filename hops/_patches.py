@@ -297,6 +297,13 @@ def _patch_archive() -> Callable[[], None]:
     return _attribute(package, "_load_state_dict", keeping_frozen(package))
 
 
+def _patch_deserializer() -> Callable[[], None]:
+    from hops import _file_checks
+
+    deserializer = sys.modules["torch._export.serde.serialize"].GraphModuleDeserializer
+    return _attribute(deserializer, "deserialize", _file_checks.checking_the_operators)
+
+
 SITES = (
     Site(
         "torch.ops.higher_order.autograd_function_apply",
@@ -354,6 +361,12 @@ SITES = (
         "torch.export.pt2_archive._package._load_state_dict",
         "torch 2.9 loads a frozen parameter as one that requires grad",
         lambda: _once_imported("torch.export.pt2_archive._package", _patch_archive),
+    ),
+    Site(
+        "torch._export.serde.serialize.GraphModuleDeserializer.deserialize",
+        "a file whose counts, bodies or keywords were damaged loads without a word and fails "
+        "later, or gives other gradients; it is refused by the name of the node",
+        lambda: _once_imported("torch._export.serde.serialize", _patch_deserializer),
     ),
 )
 
