@@ -108,7 +108,10 @@ def _with_capture_hooks(trace_inner: Callable[..., Any]) -> Callable[..., Any]:
             return trace_inner(self, *args, **kwargs)
         with capture_on_this_thread(), effects_told_at_the_end(), capture_hooks():
             with _settled_afterwards(self.fx_tracer):
-                return trace_inner(self, *args, **kwargs)
+                try:
+                    return trace_inner(self, *args, **kwargs)
+                finally:
+                    _capture_function.forget_lookups()
 
     return _trace_inner
 
