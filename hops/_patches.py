@@ -117,7 +117,10 @@ def _with_capture_hooks(trace_inner: Callable[..., Any]) -> Callable[..., Any]:
             return trace_inner(self, *args, **kwargs)
         with capture_on_this_thread(), effects_told_at_the_end(), capture_hooks():
             with _settled_afterwards(self.fx_tracer), compiled_code_inlined():
-                return trace_inner(self, *args, **kwargs)
+                try:
+                    return trace_inner(self, *args, **kwargs)
+                finally:
+                    _capture_function.forget_lookups()
 
     return _trace_inner
 
@@ -237,6 +240,13 @@ def _patch_reading_of_files() -> Callable[[], None]:
     return _attribute(reader, "deserialize_graph", reading_empty_inputs)
 
 
+def _patch_deserializer() -> Callable[[], None]:
+    from hops import _file_checks
+
+    deserializer = sys.modules["torch._export.serde.serialize"].GraphModuleDeserializer
+    return _attribute(deserializer, "deserialize", _file_checks.checking_the_operators)
+
+
 SITES = (
     Site(
         "torch.ops.higher_order.autograd_function_apply",
@@ -318,6 +328,12 @@ SITES = (
         "torch._export.serde.serialize.GraphModuleDeserializer.deserialize_graph",
         "a file does not load if a body has more inputs than the program and one is None",
         lambda: _once_imported("torch._export.serde.serialize", _patch_reading_of_files),
+    ),
+    Site(
+        "torch._export.serde.serialize.GraphModuleDeserializer.deserialize",
+        "a file whose counts, bodies or keywords were damaged loads without a word and fails "
+        "later, or gives other gradients; it is refused by the name of the node",
+        lambda: _once_imported("torch._export.serde.serialize", _patch_deserializer),
     ),
 )
 

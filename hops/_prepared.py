@@ -17,7 +17,8 @@ import torch
 from torch import fx
 
 from hops._torch import native_call
-from hops.autograd_function_apply import CallForm, MarkingInterpreter, tensor_slots, validate
+from hops._validation import check_function_call
+from hops.autograd_function_apply import CallForm, MarkingInterpreter, tensor_slots
 
 _FORM = "_hops_call_form"
 _RUNNER = "_hops_runner"
@@ -87,7 +88,7 @@ def prepared_form(
         or form.options != options
         or "forward" in fwd.__dict__
     ):
-        validate(fwd, bwd, operands, options)
+        check_function_call(fwd, bwd, operands, options)
         form = PreparedForm(fwd, bwd, operands, options)
         setattr(own_class, _FORM, form)
     return form

@@ -46,6 +46,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 __all__ = [
     "CHECKPOINT_KEYWORDS",
+    "DETERMINISM_CHECKS",
     "DispatchKey",
     "FakeTensor",
     "FakeTensorMode",
@@ -155,6 +156,10 @@ def _checkpoint_function() -> Any:
 #: form ``checkpoint(use_reentrant=False)(function)`` goes directly.
 checkpoint_function = _checkpoint_function()
 checkpoint_takes_tuples = checkpoint_function.__name__ != "checkpoint"
+#: What ``determinism_check`` may be.
+DETERMINISM_CHECKS: tuple[str, ...] = tuple(
+    getattr(torch_checkpoint, "_allowed_determinism_checks_to_fns", ("default", "none"))
+)
 
 #: The dispatch modes by which ``torch.utils.checkpoint`` carries out a
 #: selective policy: (forward, recompute).
@@ -390,6 +395,13 @@ class set_grad_enabled_silently:
             torch._C._set_grad_enabled(self.enabled)
 
     def __exit__(self, *exc_info: object) -> None:
+        try:
+            self._restore()
+        except BaseException:  # an interrupt in the middle of restoring
+            self._restore()
+            raise
+
+    def _restore(self) -> None:
         with torch._C.DisableTorchFunction():
             torch._C._set_grad_enabled(self.before)
 
