@@ -54,7 +54,8 @@ def autograd_function_apply(fwd: Any, bwd: Any, *operands: Any, **options: Any) 
     if "needs_input_grad" in options:
         _check_needs_input_grad(form, inputs)
     node = _node_class(form.name, "once_differentiable" in options)
-    outputs = node.apply(form, operands[form.num_inputs :], *inputs)
+    # The inputs come first, so that errors of the engine count them as eager's do.
+    outputs = node.apply(*inputs, form, operands[form.num_inputs :])
     return form.visible(outputs)
 
 
@@ -76,7 +77,8 @@ class _CapturedFunction(torch.autograd.Function):
     """The autograd node of a replayed call; :func:`_node_class` gives it its name."""
 
     @staticmethod
-    def forward(ctx: Any, form: CallForm, captured: Sequence[Any], *inputs: Any) -> Any:
+    def forward(ctx: Any, *arguments: Any) -> Any:
+        *inputs, form, captured = arguments
         outputs, saved = form.forward((*inputs, *captured))
         ctx.form = form
         options = form.options
@@ -95,7 +97,7 @@ class _CapturedFunction(torch.autograd.Function):
             ctx.mark_non_differentiable(*[v for v in marked if isinstance(v, torch.Tensor)])
         if options.get("dirty_idx"):
             ctx.mark_dirty(*[outputs[i] for i in options["dirty_idx"]])
-        ctx.strides = _unusual_strides(outputs)
+        ctx.orders = _unusual_orders(outputs)
         return tuple(outputs)
 
     @staticmethod
@@ -111,9 +113,9 @@ class _CapturedFunction(torch.autograd.Function):
             saved = list(saved)
             for position, value in zip(form.saved_for_backward, ctx.saved_tensors):
                 saved[position] = value
-        arrived = [_laid_out(g, ctx.strides, i) for i, g in enumerate(gradients)]
+        arrived = [_laid_out(g, ctx.orders, i) for i, g in enumerate(gradients)]
         results = form.backward(arrived, saved)
-        return (None, None, *results[: form.num_inputs])
+        return (*results[: form.num_inputs], None, None)
 
 
 class _CapturedOnceDifferentiableFunction(_CapturedFunction):
@@ -134,27 +136,49 @@ def _node_class(name: str, once: bool) -> type[torch.autograd.Function]:
 # gradient of another layout is copied into the traced one.
 
 
-def _unusual_strides(outputs: Sequence[Any]) -> dict[int, tuple[int, ...]] | None:
-    """Strides of the outputs that are not contiguous, by position."""
+def _unusual_orders(outputs: Sequence[Any]) -> dict[int, list[int]] | None:
+    """How the outputs that are not contiguous are laid out, by position: their
+    dimensions from the outermost in memory to the innermost."""
     unusual = {
-        i: v.stride()
+        i: _order(v)
         for i, v in enumerate(outputs)
         if isinstance(v, torch.Tensor) and v.layout is torch.strided and not v.is_contiguous()
     }
     return unusual or None
 
 
-def _laid_out(gradient: Any, strides: dict[int, tuple[int, ...]] | None, position: int) -> Any:
+def _order(tensor: torch.Tensor) -> list[int]:
+    """The order of dimensions in ``torch.ones_like(tensor)``, with which a backward is traced.
+
+    An insertion sort by stride, as torch's own for such tensors: a dimension
+    that is expanded (stride 0) moves past none, and none stops at it.
+    """
+    strides, sizes = tensor.stride(), tensor.shape
+    inwards = [*reversed(range(tensor.dim()))]
+    for place in range(1, len(inwards)):
+        moving = place
+        for other in range(place - 1, -1, -1):
+            ours, theirs = inwards[moving], inwards[other]
+            if strides[ours] == 0 or strides[theirs] == 0:
+                continue
+            if strides[theirs] < strides[ours]:
+                break
+            if strides[theirs] > strides[ours] or sizes[theirs] > sizes[ours]:
+                inwards[moving], inwards[other] = theirs, ours
+                moving = other
+    return inwards[::-1]
+
+
+def _laid_out(gradient: Any, orders: dict[int, list[int]] | None, position: int) -> Any:
     if not isinstance(gradient, torch.Tensor) or gradient.layout is not torch.strided:
         return gradient
-    if strides is None or position not in strides:
+    if orders is None or position not in orders:
         return gradient if gradient.is_contiguous() else gradient.contiguous()
-    wanted = strides[position]
-    if gradient.stride() == wanted:
+    order = orders[position]
+    permuted = gradient.permute(order)
+    if permuted.is_contiguous():
         return gradient
-    order = sorted(range(gradient.dim()), key=lambda d: wanted[d], reverse=True)
-    back = sorted(range(gradient.dim()), key=order.__getitem__)
-    return gradient.permute(order).contiguous().permute(back)
+    return permuted.contiguous().permute([order.index(d) for d in range(len(order))])
 
 
 def tag_activation_checkpoint(body: Any, *operands: Any, **options: Any) -> Any:

@@ -14,7 +14,12 @@ import torch
 from torch import fx
 
 from hops._subgraph import Recording, leaf_tensors, node_of, track
-from hops._torch import FakeTensor, disable_proxy_modes_tracing, set_grad_enabled_silently
+from hops._torch import (
+    FakeTensor,
+    disable_proxy_modes_tracing,
+    set_grad_enabled,
+    set_grad_enabled_silently,
+)
 from hops.errors import CaptureError
 
 _ONCE_DIFFERENTIABLE = torch.autograd.function.once_differentiable(lambda ctx: None).__code__
@@ -33,7 +38,8 @@ class BackwardCapture:
         self.call = call
         self.slots = slots
         self.tracer = call.tracer
-        self.first = True
+        self.kept = call.ctx.with_own_containers()
+        self.first = self.fresh = True
 
     def run(self, options: dict[str, Any]) -> tuple[list[Any], list[Any], list[int]]:
         """Trace all forms of the backward that the operator needs.
@@ -91,7 +97,7 @@ class BackwardCapture:
             return self._trace_in(False, backward, options, missing)
 
     def _empty_body(self) -> Recording:
-        body = Recording(self.tracer)
+        body = Recording(self.tracer, f"{self.call.name}.backward")
         for _ in self.slots:
             body.add_placeholder()
         return body
@@ -110,7 +116,7 @@ class BackwardCapture:
             if chosen is not target:
                 wrapped = wrapped.__get__(function)
             return wrapped, True
-        return chosen, False
+        return chosen, _is_once_differentiable(target)
 
     def _trace_in(
         self,
@@ -119,8 +125,9 @@ class BackwardCapture:
         options: dict[str, Any],
         missing: frozenset[int],
     ) -> tuple[Any, list[Any]]:
-        body = Recording(self.tracer)
-        ctx = self.call.ctx.for_backward()
+        body = Recording(self.tracer, f"{self.call.name}.backward")
+        ctx = self.call.ctx.for_backward() if self.fresh else self.kept.with_own_containers()
+        self.fresh = False
         values = (*self.call.args, *ctx.__dict__.values())
         watch = self.call.watch("backward", [backward], values)
         with body.active(), set_grad_enabled_silently(grad_mode), _random_state_kept(self.slots):
@@ -143,6 +150,8 @@ class BackwardCapture:
             else:
                 watch.undo()
             outputs = [node_of(g, self.tracer) for g in self._checked(returned)]
+        if "once_differentiable" in options:
+            drop_no_grad(body.graph)
         if ctx.read_needs_input_grad:
             options["needs_input_grad"] = self._needs_input_grad()
         return body, outputs
@@ -255,6 +264,27 @@ class BackwardCapture:
     def _known_node(self, tensor: torch.Tensor) -> fx.Node | None:
         proxy = self.tracer.unwrap_proxy(tensor)
         return proxy.node if isinstance(proxy, fx.Proxy) else None
+
+
+def _is_once_differentiable(function: Any) -> bool:
+    """Whether ``once_differentiable`` is below another decorator, such as ``custom_bwd``."""
+    while function is not None:
+        if getattr(function, "__code__", None) is _ONCE_DIFFERENTIABLE:
+            return True
+        function = getattr(function, "__wrapped__", None)
+    return False
+
+
+def drop_no_grad(graph: fx.Graph) -> None:
+    """Drop switches to no-grad mode from a body that runs in it anyway; torch.export
+    would cut the body in pieces at them."""
+    enabled = False
+    for node in list(graph.nodes):
+        if node.target is set_grad_enabled:
+            if node.args[0] == enabled:
+                graph.erase_node(node)
+            else:
+                enabled = node.args[0]
 
 
 @contextmanager

@@ -18,8 +18,10 @@ import torch
 import torch.utils._pytree as pytree
 from torch import fx
 
+from hops._assigned_buffers import AssignedBuffers
 from hops._effects import Watch
 from hops._policy import context_fn_of, record_policy
+from hops._refusals import data_dependence_named
 from hops._subgraph import ClosedBody, Recording, add_output, close_body, emit, node_of, owner_of
 from hops._torch import (
     CHECKPOINT_KEYWORDS,
@@ -90,14 +92,16 @@ def _capture_region(
         return _run_without_gradient(function, args, kwargs)
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
-    watch = Watch(_region_name(function), [function], (*args, *kwargs.values()))
+    name = _region_name(function)
+    watch = Watch(name, [function], (*args, *kwargs.values()))
 
     def run() -> Any:
-        result = function(*args, **kwargs)
+        with data_dependence_named(name):
+            result = function(*args, **kwargs)
         watch.report()
         return result
 
-    return _record(run, options)
+    return _record(name, run, options)
 
 
 def capture_body(body: fx.GraphModule, operands: Sequence[Any], options: dict[str, Any]) -> Any:
@@ -107,19 +111,22 @@ def capture_body(body: fx.GraphModule, operands: Sequence[Any], options: dict[st
         return run_body(body, operands)
     context_fn = context_fn_of(body, options)
     kept = {k: v for k, v in options.items() if k not in ("form", "policy")}
-    return _record(lambda: run_body(body, operands), {**kept, "context_fn": context_fn})
+    run = functools.partial(run_body, body, operands)
+    return _record("a checkpointed region", run, {**kept, "context_fn": context_fn})
 
 
-def _record(run: Callable[[], Any], options: dict[str, Any]) -> Any:
-    region = Recording(pre_dispatch_tracer())
-    with region.active():
+def _record(name: str, run: Callable[[], Any], options: dict[str, Any]) -> Any:
+    region = Recording(pre_dispatch_tracer(), name)
+    with region.active(), AssignedBuffers() as assigned:
         result = run()
     leaves, spec = pytree.tree_flatten(result)
     region.lift_free_values()
     if not _records_gradient(region, leaves):
         region.splice()
+        assigned.assign_outside(region.tracer)
         return result
     _write(region, leaves, options)
+    assigned.assign_outside(region.tracer)
     return result
 
 

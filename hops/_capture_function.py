@@ -21,9 +21,11 @@ from typing import Any
 import torch
 from torch import fx
 
-from hops._capture_backward import BackwardCapture
+from hops._assigned_buffers import AssignedBuffers
+from hops._capture_backward import BackwardCapture, drop_no_grad
 from hops._context import RecordedContext
 from hops._effects import Watch
+from hops._refusals import data_dependence_named
 from hops._subgraph import (
     ClosedBody,
     Recording,
@@ -136,7 +138,7 @@ class _Capture:
         self.ctx = ctx
         self.args = args
         self.tracer = pre_dispatch_tracer()
-        self.forward = Recording(self.tracer)
+        self.forward = Recording(self.tracer, self.name)
         self.tensor_args = [a for a in args if isinstance(a, torch.Tensor)]
         self.num_inputs = 0
 
@@ -151,8 +153,9 @@ class _Capture:
             self.forward.add_operand(node_of(leaf, self.tracer))
             self.num_inputs += 1
         watch = self.watch("forward", self._user_forward(), self.args)
-        with self.forward.active():
-            returned = forward()
+        with self.forward.active(), AssignedBuffers() as assigned:
+            with data_dependence_named(self.name):
+                returned = forward()
             watch.report()
             slots = list(returned) if isinstance(returned, tuple) else [returned]
             untouched = self._alias_untouched(slots)
@@ -160,8 +163,10 @@ class _Capture:
             self.forward.lift_free_values()
             if not self._uses_trainable_values():
                 self.forward.splice()
+                assigned.assign_outside(self.tracer)
                 return returned
         self._write(slots, untouched)
+        assigned.assign_outside(self.tracer)
         return tuple(slots) if isinstance(returned, tuple) else slots[0]
 
     def watch(self, method: str, functions: list[Any], values: Iterable[Any]) -> Watch:
@@ -221,6 +226,7 @@ class _Capture:
             elif isinstance(node, fx.Node):
                 node = forward.lift(node)
             out_nodes.append(node)
+        drop_no_grad(forward.graph)
         backward = BackwardCapture(self, slots)
         options = self._options(slots)
         bodies, saved, saved_idx = backward.run(options)

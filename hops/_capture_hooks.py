@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from hops import _capture_checkpoint, _capture_function
+from hops._refusals import refusing_to_accumulate
 from hops._torch import CHECKPOINT_KEYWORDS, checkpoint_function, checkpoint_takes_tuples
 
 _lock = threading.RLock()
@@ -18,6 +19,8 @@ class capture_hooks:
     """The hooks by which user code is caught, in place while any thread captures.
 
     - ``FunctionMeta.__getattribute__``: see [Note: where a Function is caught].
+    - ``torch.autograd._engine_run_backward``: a call of ``backward()`` in captured
+      code adds to the ``grad`` of parameters, which no graph holds.
     - the code object of the function that ``torch.utils.checkpoint.checkpoint`` ends in: see
       [Note: where a checkpoint is caught].
     """
@@ -30,6 +33,7 @@ class capture_hooks:
             if capture_hooks._active == 1:
                 _hook_function_meta()
                 _hook_checkpoint()
+                torch.autograd._engine_run_backward = refusing_to_accumulate(_engine)
 
     def __exit__(self, *exc_info: object) -> None:
         with _lock:
@@ -37,8 +41,10 @@ class capture_hooks:
             if capture_hooks._active == 0:
                 _unhook_function_meta()
                 _unhook_checkpoint()
+                torch.autograd._engine_run_backward = _engine
 
 
+_engine: Any = torch.autograd._engine_run_backward
 _FunctionMeta: Any = type(torch.autograd.Function)
 
 

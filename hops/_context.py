@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import collections
+import copy
 from typing import Any
 
 import torch
@@ -65,8 +67,25 @@ class RecordedContext(FunctionCtx):
         other.__dict__.update(self.__dict__)
         return other
 
+    def with_own_containers(self) -> RecordedContext:
+        """The same with copies of the lists, dicts and sets on it: a backward may empty
+        them, and is traced more than once."""
+        other = self.for_backward()
+        for name, value in self.__dict__.items():
+            if name not in _HIDDEN:
+                other.__dict__[name] = _copied(value)
+        return other
+
     def copy_to(self, ctx: Any) -> None:
         """Say the same to the real context."""
         for name, value in self.__dict__.items():
             if name not in _HIDDEN:
                 setattr(ctx, name, value)
+
+
+def _copied(value: Any) -> Any:
+    if type(value) is dict:
+        return {key: _copied(item) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_copied(item) for item in value)
+    return copy.copy(value) if type(value) in (set, collections.deque) else value

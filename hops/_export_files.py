@@ -1,11 +1,11 @@
-"""Files of exported programs: frozen parameters stay frozen."""
+"""Files of exported programs: frozen parameters stay frozen, bodies may have empty inputs."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
 from functools import wraps
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 
@@ -34,3 +34,29 @@ def keeping_frozen(package: ModuleType) -> Callable[[Any], Any]:
         return _load_state_dict
 
     return wrap
+
+
+def reading_empty_inputs(deserialize_graph: Callable[..., Any]) -> Callable[..., Any]:
+    """``GraphModuleDeserializer.deserialize_graph``, for bodies with an input that is None.
+
+    A backward has one for every output that is no tensor.  torch looks up the
+    name of such an input among those of the whole program, by its position in
+    the body; so it fails where the body has more inputs than the program.
+    """
+
+    @wraps(deserialize_graph)
+    def read(self: Any, serialized_graph: Any) -> Any:
+        outermost = not hasattr(self, "_hops_reads_body")
+        signature, self._hops_reads_body = self.signature, True
+        if not outermost:
+            names = [f"none_{i}" for i in range(len(serialized_graph.inputs))]
+            specs = [SimpleNamespace(arg=SimpleNamespace(name=name)) for name in names]
+            self.signature = SimpleNamespace(input_specs=specs)
+        try:
+            return deserialize_graph(self, serialized_graph)
+        finally:
+            self.signature = signature
+            if outermost:
+                del self._hops_reads_body
+
+    return read

@@ -23,8 +23,13 @@ from dispatch_rules import TABLE
 from hops import _capture_function
 from hops._capture_hooks import capture_hooks
 from hops._effects import effects_told_at_the_end
-from hops._export_files import forgets_frozen_parameters, keeping_frozen
+from hops._export_files import (
+    forgets_frozen_parameters,
+    keeping_frozen,
+    reading_empty_inputs,
+)
 from hops._export_names import naming_the_wrapped
+from hops._export_passes import PASSES, opening_each_block_first
 from hops._import_hook import after_import
 from hops._subgraph import settle, track
 from hops._torch import (
@@ -32,6 +37,7 @@ from hops._torch import (
     FakeTensor,
     ProxyTorchDispatchMode,
     capture_on_this_thread,
+    compiled_code_inlined,
     custom_function_call,
     proxy_tensor,
     set_grad_enabled,
@@ -107,7 +113,7 @@ def _with_capture_hooks(trace_inner: Callable[..., Any]) -> Callable[..., Any]:
         if not self.pre_dispatch:
             return trace_inner(self, *args, **kwargs)
         with capture_on_this_thread(), effects_told_at_the_end(), capture_hooks():
-            with _settled_afterwards(self.fx_tracer):
+            with _settled_afterwards(self.fx_tracer), compiled_code_inlined():
                 return trace_inner(self, *args, **kwargs)
 
     return _trace_inner
@@ -297,6 +303,15 @@ def _patch_archive() -> Callable[[], None]:
     return _attribute(package, "_load_state_dict", keeping_frozen(package))
 
 
+def _split_of(module: str) -> Callable[[], Callable[[], None]]:
+    return lambda: _attribute(sys.modules[module], "sequential_split", opening_each_block_first)
+
+
+def _patch_reading_of_files() -> Callable[[], None]:
+    reader = sys.modules["torch._export.serde.serialize"].GraphModuleDeserializer
+    return _attribute(reader, "deserialize_graph", reading_empty_inputs)
+
+
 SITES = (
     Site(
         "torch.ops.higher_order.autograd_function_apply",
@@ -356,6 +371,20 @@ SITES = (
         "torch.export.pt2_archive._package._load_state_dict",
         "torch 2.9 loads a frozen parameter as one that requires grad",
         lambda: _once_imported("torch.export.pt2_archive._package", _patch_archive),
+    ),
+    Site(
+        "torch._export.serde.serialize.GraphModuleDeserializer.deserialize_graph",
+        "a file does not load if a body has more inputs than the program and one is None",
+        lambda: _once_imported("torch._export.serde.serialize", _patch_reading_of_files),
+    ),
+    *(
+        Site(
+            f"{module}.sequential_split",
+            "a switch of grad mode or autocast is lost, or cannot be saved, if an operator with "
+            "bodies is in its block",
+            functools.partial(_once_imported, module, _split_of(module)),
+        )
+        for module in PASSES
     ),
 )
 

@@ -32,11 +32,13 @@ from hops._torch import (
     SymbolicValues,
     disable_proxy_modes_tracing,
     is_traceable_wrapper_subclass,
+    pre_dispatch_tracer,
     track_tensor_tree,
 )
 from hops.errors import CaptureError
 
 _BODIES = "_hops_closed_bodies"
+_RECORDINGS = "_hops_recordings"
 
 
 def leaf_tensors(tensor: torch.Tensor, tracer: Any) -> list[torch.Tensor]:
@@ -98,6 +100,21 @@ def _closed_bodies(tracer: Any) -> dict[fx.Graph, ClosedBody]:
     return bodies
 
 
+def _recordings(tracer: Any) -> list[Recording]:
+    recordings = getattr(tracer, _RECORDINGS, None)
+    if recordings is None:
+        recordings = []
+        setattr(tracer, _RECORDINGS, recordings)
+    return recordings
+
+
+def recording_on_this_thread() -> Recording | None:
+    """The innermost body that is being recorded."""
+    tracer = pre_dispatch_tracer()
+    recordings = _recordings(tracer) if tracer is not None else ()
+    return recordings[-1] if recordings else None
+
+
 def close_body(tracer: Any, graph: fx.Graph, body: ClosedBody) -> None:
     _closed_bodies(tracer)[graph] = body
 
@@ -125,10 +142,12 @@ class Recording:
 
     Args:
         tracer: the ``PythonKeyTracer`` whose pre-dispatch trace is running.
+        name: of the code that is recorded, for messages.
     """
 
-    def __init__(self, tracer: Any) -> None:
+    def __init__(self, tracer: Any, name: str) -> None:
         self.tracer = tracer
+        self.name = name
         self.graph = fx.Graph()
         self.parent = tracer.graph
         self.operands: list[fx.Node] = []
@@ -141,12 +160,20 @@ class Recording:
     def active(self) -> Iterator[None]:
         """Let the tracer write into this body."""
         before, symbols = self.tracer.graph, SymbolicValues(self.tracer)
+        recordings = _recordings(self.tracer)
+        recordings.append(self)
         self.tracer.graph = self.graph
         try:
             yield
         finally:
             self.tracer.graph = before
+            recordings.pop()
             symbols.restore()
+
+    def made(self, tensor: torch.Tensor) -> bool:
+        """Whether ``tensor`` is known by a node of this body."""
+        proxy = self.tracer.unwrap_proxy(tensor)
+        return isinstance(proxy, fx.Proxy) and proxy.node.graph is self.graph
 
     def add_placeholder(self, like: fx.Node | None = None) -> fx.Node:
         """A new placeholder after those that there are, named as make_fx names them."""

@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 import threading
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -25,7 +26,11 @@ from torch._guards import detect_fake_mode
 from torch._higher_order_ops import wrap as stock_wrap
 from torch._higher_order_ops.utils import reenter_make_fx
 from torch._ops import HigherOrderOperator
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    FakeTensor,
+    FakeTensorMode,
+)
 from torch.fx.experimental import proxy_tensor
 from torch.fx.experimental.proxy_tensor import (
     PreDispatchTorchFunctionMode,
@@ -56,12 +61,14 @@ __all__ = [
     "capture_on_this_thread",
     "checkpoint_function",
     "checkpoint_takes_tuples",
+    "compiled_code_inlined",
     "compiler_is_tracing",
     "custom_function_call",
     "detect_fake_mode",
     "disable_proxy_modes_tracing",
     "fake_conversion_allowed",
     "get_proxy_mode",
+    "is_data_dependence",
     "is_traceable_wrapper_subclass",
     "mark_saved_without_version_check",
     "non_strict_tracing",
@@ -180,6 +187,15 @@ def capture_on_this_thread() -> Iterator[None]:
         yield
     finally:
         _this_thread.captures = depth
+
+
+def compiled_code_inlined() -> Any:
+    """Let captured code call what went through ``torch.compile``: it runs as it was written.
+
+    torch.export does so by itself; ``make_fx`` would raise.
+    """
+    config = sys.modules.get("torch._dynamo.config")
+    return nullcontext() if config is None else config.patch(error_on_nested_fx_trace=False)
 
 
 def pre_dispatch_tracer() -> Any:
@@ -308,6 +324,18 @@ class SymbolicValues:
         for thunk, pending in self._pending:
             if thunk.f is None:
                 thunk.f, thunk.r = pending, None
+
+
+def is_data_dependence(error: Exception) -> bool:
+    """Whether torch says that tracing stopped at the value of a tensor."""
+    # Imported late: it brings sympy, which costs more than all of hops.
+    from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+
+    if isinstance(error, (GuardOnDataDependentSymNode, DataDependentOutputException)):
+        return True
+    return "trying to get a value out of symbolic" in str(error) or (
+        "trying to get value out of a tracing tensor" in str(error)
+    )
 
 
 def _is_unbacked(sym_node: Any) -> bool:

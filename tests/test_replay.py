@@ -2,6 +2,7 @@
 
 import copy
 import io
+import random
 import subprocess
 import sys
 import textwrap
@@ -19,8 +20,10 @@ from models import (
 )
 from torch._functorch.aot_autograd import aot_export_module
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils.checkpoint import checkpoint
 
 import hops
+from dispatch_rules import autograd
 
 MODELS = {"function": FunctionModel, "checkpoint": CheckpointModel, "both": BothModel}
 EXPECTED = {
@@ -252,3 +255,51 @@ def test_without_hops_a_file_gives_an_error_or_the_right_result(tmp_path, model)
             torch.testing.assert_close(grad, want[1][name])
     else:
         assert "Error" in done.stderr
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_a_buffer_that_a_region_assigns_is_updated(use_reentrant):
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.ones(3))
+            self.register_buffer("running", torch.ones(3))
+
+        def forward(self, x):
+            def region(x):
+                self.running = self.running * 0.9 + x.detach().mean(0)
+                return x.sin() * self.running
+
+            return checkpoint(region, x * self.weight, use_reentrant=use_reentrant)
+
+    eager, x = Model(), torch.randn(2, 3)
+    replay = torch.export.export(Model(), (x,), strict=False).module()
+    for model in (eager, replay):
+        for _ in range(2):
+            model(x)
+    torch.testing.assert_close(replay.running, eager.running)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_gradients_are_laid_out_as_those_of_the_trace(seed):
+    """A backward is traced with ``ones_like`` of the outputs, whatever their strides are."""
+    draw = random.Random(seed)
+    dims = draw.randint(1, 4)
+    tensor = torch.empty([draw.randint(1, 3) for _ in range(dims)])
+    tensor = tensor.permute(draw.sample(range(dims), dims))
+    for dim in range(dims):
+        kind = draw.choice(["expanded", "sliced", "kept"])
+        if kind == "expanded":
+            sizes = [3 if d == dim else size for d, size in enumerate(tensor.shape)]
+            tensor = tensor.narrow(dim, 0, 1).expand(sizes)
+        elif kind == "sliced":
+            tensor = tensor[(slice(None),) * dim + (slice(None, None, 2),)]
+    if tensor.is_contiguous():
+        return
+    traced = torch.ones_like(tensor)
+    orders = autograd._unusual_orders([tensor])
+    arrived = torch.ones(tensor.shape[::-1]).permute(*reversed(range(dims)))
+    for gradient in (arrived, torch.ones(()).expand(tensor.shape)):
+        laid_out = autograd._laid_out(gradient, orders, 0)
+        assert laid_out.permute(orders[0]).is_contiguous()
+        assert traced.permute(orders[0]).is_contiguous()

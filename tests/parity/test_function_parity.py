@@ -15,6 +15,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+import function_edge_cases  # noqa: F401
 import pytest
 import torch
 from function_cases import CASES, Case, fresh

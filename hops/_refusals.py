@@ -1,0 +1,73 @@
+"""What captured code may not do, refused under the name of the Function or region.
+
+Used while a body is recorded; see ``hops._subgraph.Recording``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from hops._subgraph import recording_on_this_thread
+from hops._torch import is_data_dependence
+from hops.errors import CaptureError
+
+
+@contextmanager
+def data_dependence_named(name: str) -> Iterator[None]:
+    """Name the code whose control flow depends on the values of tensors."""
+    try:
+        yield
+    except CaptureError:
+        raise
+    except Exception as error:
+        if not is_data_dependence(error):
+            raise
+        raise CaptureError(
+            f"hops: {name} looks at the values of its tensors, which a graph cannot follow: "
+            f"{error}\nWrite the choice with tensor operations (torch.where, torch.cond), or "
+            "make it outside of the captured code."
+        ) from error
+
+
+def refusing_to_accumulate(run_engine: Callable[..., Any]) -> Callable[..., Any]:
+    """``torch.autograd.backward`` in captured code fills the ``grad`` of tensors that a
+    graph knows nothing of, if they are not of the code's own making."""
+
+    def _engine_run_backward(outputs: Any, *args: Any, **kwargs: Any) -> Any:
+        recording = recording_on_this_thread()
+        if recording is not None and kwargs.get("accumulate_grad"):
+            for leaf in args[3] if len(args) > 3 and args[3] else _leaves(outputs):
+                if not recording.made(leaf):
+                    raise CaptureError(
+                        f"hops: {recording.name} calls backward() on a loss that depends on a "
+                        f"parameter or input of shape {tuple(leaf.shape)}. That adds to its .grad, "
+                        "which a graph does not hold. Call torch.autograd.grad instead, and "
+                        "return the gradients from the backward of an autograd.Function that "
+                        "takes these tensors as arguments."
+                    )
+        return run_engine(outputs, *args, **kwargs)
+
+    return _engine_run_backward
+
+
+def _leaves(outputs: Any) -> Iterator[torch.Tensor]:
+    """The leaves that a backward from these outputs would reach."""
+    seen: set[Any] = set()
+    waiting = []
+    for output in outputs:
+        if output.grad_fn is not None:
+            waiting.append(output.grad_fn)
+        elif output.requires_grad:
+            yield output
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable"):
+            yield node.variable
+        waiting += [parent for parent, _ in node.next_functions]
