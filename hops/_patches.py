@@ -32,8 +32,8 @@ from hops._export_files import (
 from hops._export_names import naming_the_wrapped
 from hops._export_passes import EXPORT_PASSES, mend_export_pass
 from hops._import_hook import after_import
-from hops._subgraph import settle
 from hops._shared_bodies import share_bodies
+from hops._subgraph import settle
 from hops._torch import (
     FUNCTIONALIZE,
     ProxyTorchDispatchMode,
