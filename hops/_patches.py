@@ -312,6 +312,13 @@ def _patch_reading_of_files() -> Callable[[], None]:
     return _attribute(reader, "deserialize_graph", reading_empty_inputs)
 
 
+def _patch_deserializer() -> Callable[[], None]:
+    from hops import _file_checks
+
+    deserializer = sys.modules["torch._export.serde.serialize"].GraphModuleDeserializer
+    return _attribute(deserializer, "deserialize", _file_checks.checking_the_operators)
+
+
 SITES = (
     Site(
         "torch.ops.higher_order.autograd_function_apply",
@@ -385,6 +392,12 @@ SITES = (
             functools.partial(_once_imported, module, _split_of(module)),
         )
         for module in PASSES
+    ),
+    Site(
+        "torch._export.serde.serialize.GraphModuleDeserializer.deserialize",
+        "a file whose counts, bodies or keywords were damaged loads without a word and fails "
+        "later, or gives other gradients; it is refused by the name of the node",
+        lambda: _once_imported("torch._export.serde.serialize", _patch_deserializer),
     ),
 )
 

@@ -43,6 +43,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 __all__ = [
     "CHECKPOINT_KEYWORDS",
+    "DETERMINISM_CHECKS",
     "DispatchKey",
     "FakeTensor",
     "FakeTensorMode",
@@ -130,6 +131,10 @@ def _checkpoint_function() -> Any:
 #: form ``checkpoint(use_reentrant=False)(function)`` goes directly.
 checkpoint_function = _checkpoint_function()
 checkpoint_takes_tuples = checkpoint_function.__name__ != "checkpoint"
+#: What ``determinism_check`` may be.
+DETERMINISM_CHECKS: tuple[str, ...] = tuple(
+    getattr(torch_checkpoint, "_allowed_determinism_checks_to_fns", ("default", "none"))
+)
 
 #: The dispatch modes by which ``torch.utils.checkpoint`` carries out a
 #: selective policy: (forward, recompute).

@@ -51,22 +51,8 @@ from hops._torch import (
     set_grad_enabled,
     stock_autograd_function_apply,
 )
-from hops.errors import OperatorCallError, ReplayError
-
-_ORDER = (
-    "name",
-    "num_outputs",
-    "num_inputs",
-    "non_differentiable_idx",
-    "dirty_idx",
-    "saved_for_backward_idx",
-    "materialize_grads",
-    "needs_input_grad",
-    "once_differentiable",
-    "no_backward",
-)
-
-KEYWORDS = frozenset(_ORDER) | {"args_tensor_mask"}
+from hops._validation import FUNCTION_KEYWORDS, check_function_call, is_checked
+from hops.errors import ReplayError
 
 #: Installed by ``dispatch_rules.autograd``; called directly where nothing but
 #: autograd looks at the call, since dispatch through Python costs more than a
@@ -80,26 +66,19 @@ class AutogradFunctionApply(StockAutogradFunctionApply):
     """See the module's documentation.
 
     Raises:
-        OperatorCallError: bodies that are not GraphModules, a number of
-            operands that does not fit the forward body, an unknown keyword.
+        OperatorCallError: bodies, operands or keywords that do not fit together
+            (``hops._validation``).
     """
 
     def __call__(self, fwd: Any, bwd: Any, *operands: Any, **options: Any) -> Any:
+        if not is_checked(fwd, bwd, len(operands), options):
+            check_function_call(fwd, bwd, operands, options)
         if _plain_rule is not None and nothing_but_autograd(operands):
-            if not (takes(fwd, len(operands)) and options.keys() <= KEYWORDS):
-                validate(fwd, bwd, operands, options)
             return _plain_rule(fwd, bwd, *operands, **options)
-        validate(fwd, bwd, operands, options)
         return super(StockAutogradFunctionApply, self).__call__(fwd, bwd, *operands, **options)
 
 
 autograd_function_apply = stock_autograd_function_apply
-
-
-def takes(body: Any, num_operands: int) -> bool:
-    """A quick look whether a body takes that many operands: False may mean unknown."""
-    code = getattr(getattr(type(body), "forward", None), "__code__", None)
-    return code is not None and code.co_argcount == num_operands + 1
 
 
 def nothing_but_autograd(operands: Sequence[Any]) -> bool:
@@ -107,34 +86,10 @@ def nothing_but_autograd(operands: Sequence[Any]) -> bool:
     return not modes_are_active() and all(type(operand) in _PLAIN_TYPES for operand in operands)
 
 
-def validate(fwd: Any, bwd: Any, operands: Sequence[Any], options: dict[str, Any]) -> None:
-    bodies = {k: v for k, v in options.items() if k.startswith("bwd_without_")}
-    for label, body in [("fwd", fwd), ("bwd", bwd), *bodies.items()]:
-        if not isinstance(body, fx.GraphModule):
-            raise OperatorCallError(
-                f"autograd_function_apply: {label} must be a torch.fx.GraphModule, got "
-                f"{type(body).__name__}. Trace the callable first, "
-                "for example with torch.fx.experimental.proxy_tensor.make_fx."
-            )
-    unknown = sorted(set(options) - KEYWORDS - set(bodies))
-    if unknown:
-        raise OperatorCallError(
-            f"autograd_function_apply: unknown keyword {unknown[0]!r}; known are "
-            f"{', '.join(sorted(KEYWORDS))} and bwd_without_*"
-        )
-    expected = len(fwd.graph.find_nodes(op="placeholder"))
-    given = len(operands) + ("args_tensor_mask" in options)
-    if expected != given:
-        raise OperatorCallError(
-            f"autograd_function_apply({options.get('name', '')}): the forward body takes "
-            f"{expected} operands, got {given}"
-        )
-
-
 def node_options(options: dict[str, Any]) -> dict[str, Any]:
     """The keywords of a node in ATen form, in their order; empty lists are left
     out, since torch.export cannot tell what they are lists of."""
-    order = [k for k in _ORDER if k in options]
+    order = [k for k in FUNCTION_KEYWORDS if k in options]
     order += sorted(k for k in options if k.startswith("bwd_without_"))
     return {k: options[k] for k in order if options[k] != []}
 
