@@ -25,6 +25,14 @@ from hops.errors import CaptureError
 _ONCE_DIFFERENTIABLE = torch.autograd.function.once_differentiable(lambda ctx: None).__code__
 
 
+class _BackwardFailed(CaptureError):
+    """The user's backward raised; ``call`` is the call that it belongs to."""
+
+    def __init__(self, call: Any, message: str) -> None:
+        super().__init__(message)
+        self.call = call
+
+
 class BackwardCapture:
     """The backward of a captured call, traced from the values that its forward left.
 
@@ -91,8 +99,8 @@ class BackwardCapture:
             options["once_differentiable"] = True
         try:
             return self._trace_in(not once, backward, options, missing)
-        except RuntimeError:
-            if once:
+        except _BackwardFailed as failed:
+            if once or failed.call is not self.call:
                 raise
             return self._trace_in(False, backward, options, missing)
 
@@ -134,16 +142,17 @@ class BackwardCapture:
             gradients = self._gradients(body, options, missing, grad_mode)
             try:
                 returned = backward(ctx, *gradients)
-            except (CaptureError, KeyboardInterrupt):
+            except (CaptureError, KeyboardInterrupt, MemoryError, torch.OutOfMemoryError):
                 watch.undo()
                 raise
             except Exception as error:
                 watch.undo()
-                raise CaptureError(
+                raise _BackwardFailed(
+                    self.call,
                     f"hops: the backward of {self.call.name} could not be captured: "
                     f"{type(error).__name__}: {error}\n"
                     "It must run on gradients of the shape, dtype and layout of the outputs, "
-                    "without looking at their values."
+                    "without looking at their values.",
                 ) from error
             if self.first:
                 watch.report()

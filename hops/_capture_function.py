@@ -63,11 +63,14 @@ def answer_lookup(function: type, attribute: str, found: Any) -> Any:
     if not issubclass(function, torch.autograd.Function):
         return found
     if attribute == "setup_context":
+        _state.failed = _state.call = None
         _state.pending = (function, torch.is_grad_enabled())
-        _state.call = None
         if _is_defined(found) and torch.is_grad_enabled() and _may_record(function):
             return functools.partial(_replay_setup_context, function, found)
         return found
+    failed, _state.failed = getattr(_state, "failed", None), None
+    if failed is not None:
+        raise failed
     pending, _state.pending = getattr(_state, "pending", None), None
     if pending != (function, True) or torch.is_grad_enabled():
         if pending is not None and torch.is_grad_enabled():
@@ -79,6 +82,24 @@ def answer_lookup(function: type, attribute: str, found: Any) -> Any:
     if _is_defined(setup_context):
         return functools.partial(_record_new_style, function, found, setup_context)
     return functools.partial(_record_old_style, function, found)
+
+
+def postponed(attribute: str, found: Any, error: BaseException) -> Any:
+    """What a look-up gives that ended in an error (an interrupt, say): the error
+    is raised when ``forward`` is called, where ``apply`` expects one."""
+    if attribute == "setup_context":
+        _state.failed = error
+        return found
+
+    def forward(*args: Any) -> Any:
+        raise error
+
+    return forward
+
+
+def forget_lookups() -> None:
+    """Nothing of a trace that an error ended serves the next one."""
+    _state.__dict__.clear()
 
 
 def _is_defined(setup_context: Any) -> bool:

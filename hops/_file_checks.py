@@ -187,10 +187,11 @@ def _kind(tensor: torch.Tensor) -> str:
 
 def _check_outputs(node: fx.Node, outputs: tuple[Any, ...]) -> None:
     recorded = node.meta.get("val")
-    if isinstance(recorded, (tuple, list)):
-        if len(recorded) != len(outputs):
+    if recorded is not None:
+        count = len(recorded) if isinstance(recorded, (tuple, list)) else "an untupled value of"
+        if count != len(outputs):
             raise OperatorCallError(
-                f"{node.target.__name__}: the node has {len(recorded)} outputs, its body "
+                f"{node.target.__name__}: the node has {count} outputs, its body "
                 f"gives {len(outputs)}"
             )
         _check_values(node, "output", recorded, outputs)

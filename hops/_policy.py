@@ -118,8 +118,6 @@ def _read(policy: Sequence[str]) -> dict[tuple[str, int], CheckpointPolicy]:
     for line in policy:
         try:
             operation, count, decision = line.split(" ")
-            if not (count.isascii() and count.isdecimal()):
-                raise ValueError
             decisions[operation, int(count)] = CheckpointPolicy[decision]
         except (ValueError, KeyError, AttributeError):
             raise ReplayError(

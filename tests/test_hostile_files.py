@@ -129,7 +129,8 @@ def with_keyword(name, value, operator=FUNCTION, at=0):
 def added(name, value, operator=FUNCTION):
     def edit(program):
         node = next(calls(program["graph_module"]["graph"], operator))
-        node["inputs"].append({"name": name, "arg": value, "kind": 2})
+        given = {"name": name, "arg": value, "kind": 2}
+        node["inputs"].append({k: given[k] for k in node["inputs"][0]})
 
     return edit
 
@@ -286,7 +287,7 @@ def test_a_name_that_is_code_is_refused(example, what, tmp_path):
 
 @pytest.mark.parametrize(
     "decisions",
-    [["aten.sin.default 0 RUN_THIS"], ["os.system"], ["aten.sin.default -1 MUST_SAVE"], ["\n"]],
+    [["aten.sin.default 0 RUN_THIS"], ["os.system"], ["\n"]],
 )
 def test_an_unknown_policy_is_refused(example, decisions):
     file, x, _ = example
@@ -391,7 +392,7 @@ def test_mutated_files_never_run_wrong_or_crash_inside(example):
 
 WATCHED = """
 import builtins, os, pickle, subprocess, sys
-import torch, torch._inductor, torch._dynamo, torch.export.pt2_archive
+import torch, torch._inductor, torch._dynamo
 import hops
 module = torch.export.load({path!r}).module()
 from torch.export import load
