@@ -261,6 +261,13 @@ class set_grad_enabled_silently:
             torch._C._set_grad_enabled(self.enabled)
 
     def __exit__(self, *exc_info: object) -> None:
+        try:
+            self._restore()
+        except BaseException:  # an interrupt in the middle of restoring
+            self._restore()
+            raise
+
+    def _restore(self) -> None:
         with torch._C.DisableTorchFunction():
             torch._C._set_grad_enabled(self.before)
 
