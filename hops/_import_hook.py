@@ -64,8 +64,14 @@ class _Finder(importlib.abc.MetaPathFinder):
         exec_module = loader.exec_module
 
         def exec_and_act(module: ModuleType) -> None:
-            exec_module(module)
-            del loader.exec_module
+            try:
+                exec_module(module)
+            except BaseException:
+                sys.meta_path.insert(0, self)  # the next attempt is waited for as well
+                raise
+            finally:
+                if vars(loader).get("exec_module") is exec_and_act:
+                    del loader.exec_module
             self.action()
 
         loader.exec_module = exec_and_act
