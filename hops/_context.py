@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch.autograd.function import FunctionCtx
 
+from hops.errors import CaptureError
+
 _HIDDEN = ("_needs_input_grad", "_forward_cls", "_read")
 
 
@@ -81,6 +83,28 @@ class RecordedContext(FunctionCtx):
         for name, value in self.__dict__.items():
             if name not in _HIDDEN:
                 setattr(ctx, name, value)
+
+
+class _Newer:
+    """What the context offers only on newer torch."""
+
+    #: 2.15 on.  In eager, too, a buffer may be missing for any input.
+    input_grad_buffers = property(lambda self: (None,) * len(self._needs_input_grad))
+
+    def set_output_grad_dtype(self, *dtypes: Any) -> None:
+        """2.14 on; a captured backward gets its gradients in the dtype of the outputs."""
+        function = self._forward_cls  # type: ignore[attr-defined]
+        raise CaptureError(
+            f"hops: {function.__module__}.{function.__qualname__} calls "
+            "ctx.set_output_grad_dtype, which a captured call does not hold: its backward would "
+            "get gradients in the dtype of the outputs. Convert the gradient in the backward, "
+            "or give the output in the dtype of the gradient."
+        )
+
+
+for _name in ("input_grad_buffers", "set_output_grad_dtype"):
+    if hasattr(FunctionCtx, _name):
+        setattr(RecordedContext, _name, vars(_Newer)[_name])
 
 
 def _copied(value: Any) -> Any:

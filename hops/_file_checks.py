@@ -125,8 +125,10 @@ def _check_node(owner: fx.GraphModule, node: fx.Node) -> None:
     if node.target is stock_autograd_function_apply:
         fwd, bwd, *operands = _arguments(owner, node, 2)
         check_function_call(fwd, bwd, operands, options)
-        outputs = _output(fwd)[: options["num_outputs"]]
-        _check_values(node, "value", _placeholders(bwd), _output(fwd))
+        values, num_outputs = _output(fwd), options["num_outputs"]
+        outputs = values[:num_outputs]
+        gradients = [v for v in outputs if isinstance(_value(v), torch.Tensor)]
+        _check_values(node, "value", _placeholders(bwd), (*gradients, *values[num_outputs:]))
     else:
         fwd, *operands = _arguments(owner, node, 1)
         check_region_call(fwd, operands, options)

@@ -18,6 +18,7 @@ import torch
 from torch import fx
 
 from hops._body import BodyGraph, holds_body
+from hops._policy import KeptPolicy
 
 _TOLD = ("stack_trace", "custom", "partitioner_tag")
 
@@ -96,6 +97,8 @@ def _form(value: Any) -> Any:
 
 
 def _policy_key(value: Any) -> Any:
+    if isinstance(value, KeptPolicy):
+        return _policy_key(value.context_fn), value.operations
     if isinstance(value, functools.partial):
         keywords = tuple((k, _policy_key(v)) for k, v in sorted(value.keywords.items()))
         return _itself(value.func), tuple(map(_policy_key, value.args)), keywords
