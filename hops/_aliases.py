@@ -22,7 +22,12 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from hops._subgraph import track
-from hops._torch import FakeTensor, statically_known_true, without_torch_functions
+from hops._torch import (
+    FakeTensor,
+    is_functorch_wrapped,
+    statically_known_true,
+    without_torch_functions,
+)
 
 
 @dataclass(frozen=True)
@@ -87,9 +92,10 @@ class KnownTensors(WeakTensorKeyDictionary):
 
 
 def has_storage(tensor: Any) -> bool:
-    """Whether it is a plain tensor, whose storage tells what it aliases."""
+    """Whether it is a plain tensor, whose storage tells what it aliases; a tensor that
+    ``vmap`` wrapped has none."""
     plain = isinstance(tensor, FakeTensor) or type(tensor) in (torch.Tensor, torch.nn.Parameter)
-    return plain and tensor.layout is torch.strided
+    return plain and tensor.layout is torch.strided and not is_functorch_wrapped(tensor)
 
 
 def knowing_aliases(tracer: Any, create_arg: Callable[[Any], Any]) -> Callable[[Any], Any]:

@@ -63,6 +63,7 @@ __all__ = [
     "below_autograd",
     "functions_with_effects",
     "functorch_is_active",
+    "is_functorch_wrapped",
     "modes_are_active",
     "set_grad_enabled",
     "cache_earlier_output",
@@ -346,6 +347,7 @@ def forward_mode_is_active() -> bool:
 without_torch_functions = torch._C.DisableTorchFunction
 set_grad_enabled = torch._C._set_grad_enabled
 functorch_is_active = torch._C._are_functorch_transforms_active
+is_functorch_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
 
 
 def transformed_tensor_requires_grad(tensor: Any) -> bool:
