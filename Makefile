@@ -7,6 +7,9 @@ PYTHON ?= python3
 TORCH  ?= 2.13.0
 ARGS   ?=
 
+# Two workers; all tests of one parity case on one of them.
+PARALLEL ?= -n 2 --dist loadgroup
+
 VENV := .venv
 BIN  := $(VENV)/bin
 
@@ -20,7 +23,7 @@ DEV_STAMP   := $(VENV)/.installed-dev
 help:
 	@echo "make demo    set up and run the demo"
 	@echo "make test    set up and run the whole test suite"
-	@echo "make parity  compare hundreds of cases with eager (not all pass yet)"
+	@echo "make parity  the part of it that compares hundreds of cases with eager"
 	@echo "make lint    ruff check, ruff format --check, mypy"
 	@echo "make format  let ruff rewrite the source"
 	@echo "make bench   run the benchmarks"
@@ -30,10 +33,10 @@ demo: $(DEMO_STAMP)
 	$(BIN)/python -m hops demo $(ARGS)
 
 test: $(DEV_STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PARALLEL) $(ARGS)
 
 parity: $(DEV_STAMP)
-	OMP_NUM_THREADS=1 PYTHONPATH=tests $(BIN)/python -m pytest tests/parity $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/parity $(PARALLEL) $(ARGS)
 
 lint: $(DEV_STAMP)
 	$(BIN)/ruff check .
