@@ -173,13 +173,10 @@ sac_ignored_operations = torch_checkpoint.SAC_IGNORED_OPS
 
 
 def sac_context(is_recompute: bool, output: Any) -> Any:
-    """What a policy is told about a call; ``op_output`` came with torch 2.10."""
-    parameters = inspect.signature(torch_checkpoint.SelectiveCheckpointContext).parameters
-    if "op_output" in parameters:
-        return torch_checkpoint.SelectiveCheckpointContext(
-            is_recompute=is_recompute, op_output=output
-        )
-    return torch_checkpoint.SelectiveCheckpointContext(is_recompute=is_recompute)
+    """What a policy is told about a call; torch itself gives ``op_output`` from 2.10 on."""
+    context = torch_checkpoint.SelectiveCheckpointContext(is_recompute=is_recompute)
+    context.op_output = output
+    return context
 
 
 def cache_earlier_output(

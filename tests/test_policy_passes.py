@@ -103,12 +103,12 @@ def test_a_pickle_holds_the_decisions_and_not_the_policy():
 def insert_products(body):
     """A pass that puts products before those of the model: by count they would be the first."""
     first = next(n for n in body.graph.nodes if n.target is aten.linear.default)
-    x, weight, bias = first.args
+    x, *parameters = first.args
     with body.graph.inserting_before(first):
-        extra = body.graph.call_function(aten.linear.default, (x, weight, bias))
+        extra = body.graph.call_function(aten.linear.default, first.args, first.kwargs)
         zero = body.graph.call_function(aten.mul.Tensor, (extra, 0))
         changed = body.graph.call_function(aten.add.Tensor, (x, zero))
-    first.args = (changed, weight, bias)
+    first.args = (changed, *parameters)
     body.recompile()
     return extra
 
