@@ -21,6 +21,7 @@ from torch import fx
 
 from dispatch_rules import TABLE
 from hops import _capture_function
+from hops._aliases import knowing_aliases
 from hops._capture_hooks import capture_hooks
 from hops._effects import effects_told_at_the_end
 from hops._export_files import (
@@ -194,60 +195,13 @@ def _settled_afterwards(tracer: Any) -> Iterator[None]:
         settle(graph, tracer)
         return graph
 
-    create_arg = tracer.create_arg
-
-    def create_arg_of_alias(value: Any) -> Any:
-        if isinstance(value, FakeTensor) and value not in tracer.tensor_tracker:
-            value = tracer.unwrap_proxy(_tracked_alias(value, tracer))
-        return create_arg(value)
-
     tracer.trace = trace_and_settle
-    tracer.create_arg = create_arg_of_alias
+    tracer.create_arg = knowing_aliases(tracer, tracer.create_arg)
     try:
         yield
     finally:
         del tracer.trace
         del tracer.create_arg
-
-
-def _tracked_alias(tensor: torch.Tensor, tracer: Any) -> torch.Tensor:
-    """A tensor that the tracer knows and that is the same view of the same storage;
-    a new node for another view of a storage that it knows.
-
-    Autograd keeps the output of an operation (exp, tanh, ...) for its backward
-    as a detached alias, and decomposes composites (the transpose inside
-    linear), all below the tracer; so a call of ``torch.autograd.grad`` inside
-    captured code would turn such tensors into constants.
-    """
-    storage = tensor.untyped_storage()._cdata
-    aliases = [
-        known
-        for known in list(tracer.tensor_tracker.keys())
-        if isinstance(known, FakeTensor)
-        and known.dtype == tensor.dtype
-        and known.untyped_storage()._cdata == storage
-    ]
-    for known in aliases:
-        if _same_view(known, tensor):
-            return known
-    if aliases:
-        _record_view(aliases[0], tensor, tracer)
-    return tensor
-
-
-def _same_view(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return (
-        one.shape == other.shape
-        and one.stride() == other.stride()
-        and one.storage_offset() == other.storage_offset()
-    )
-
-
-def _record_view(base: torch.Tensor, view: torch.Tensor, tracer: Any) -> None:
-    layout = (list(view.shape), list(view.stride()), view.storage_offset())
-    arguments = fx.node.map_aggregate((base, *layout), tracer.unwrap_proxy)
-    proxy = tracer.create_proxy("call_function", torch.ops.aten.as_strided.default, arguments, {})
-    track(view, proxy, tracer)
 
 
 def _refuse_transforms_by_name() -> Callable[[], None]:

@@ -28,6 +28,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from hops._mode_switches import simplify_mode_switches
 from hops._torch import (
     SymbolicValues,
     disable_proxy_modes_tracing,
@@ -242,6 +243,7 @@ class Recording:
         for node in reversed(list(self.graph.nodes)):
             if not node.users and (node.op == "get_attr" or _is_size_of(node)):
                 self.graph.erase_node(node)
+        simplify_mode_switches(self.graph)
         root = self.tracer.root
         nested = {}
         for node in self.graph.nodes:

@@ -81,6 +81,7 @@ __all__ = [
     "selective_checkpoint_modes",
     "set_grad_enabled_silently",
     "stock_autograd_function_apply",
+    "statically_known_true",
     "stock_tag_activation_checkpoint",
     "tag_for_partitioner",
     "torch_checkpoint",
@@ -348,6 +349,15 @@ def _has_unbacked_symbols(expression: Any) -> bool:
     from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
     return bool(free_unbacked_symbols(expression))
+
+
+def statically_known_true(condition: Any) -> bool:
+    """``symbolic_shapes.statically_known_true``, whose module is too heavy to import early."""
+    if isinstance(condition, bool):
+        return condition
+    from torch.fx.experimental import symbolic_shapes
+
+    return symbolic_shapes.statically_known_true(condition)
 
 
 _tag_implementation = getattr(stock_wrap, "tag_activation_checkpoint_impl", None)

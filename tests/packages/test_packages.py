@@ -22,14 +22,17 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import hops
 
-FRONT_ENDS = ("nonstrict", "strict", "make_fx")
+FRONT_ENDS = ("nonstrict", "strict", "make_fx", "make_fx_fake")
 REFUSALS = (hops.CaptureError, hops.ReplayError)
 
 
 @functools.cache
 def eager(name: str) -> Run:
     module, args = fresh(name)
-    return run(module, module, args, CASES[name])
+    found = run(module, module, args, CASES[name])
+    for buffer in CASES[name].assigned:
+        del found.buffers[buffer]
+    return found
 
 
 @functools.cache
@@ -58,14 +61,19 @@ def capture(name: str, front_end: str) -> Any:
     module, args = fresh(name)
     torch.manual_seed(7)
     try:
-        if front_end != "make_fx":
+        if not front_end.startswith("make_fx"):
             return torch.export.export(module, args, strict=front_end == "strict")
 
         def call(state: dict[str, torch.Tensor], *args: Any) -> Any:
             return torch.func.functional_call(module, state, args)
 
         state = dict(module.named_parameters()) | dict(module.named_buffers())
-        return make_fx(call, pre_dispatch=True, tracing_mode="fake")(state, *args)
+        mode = "fake" if front_end == "make_fx_fake" else "real"
+        # Tensors in a package's closures are no inputs, and so not fake.
+        trace = make_fx(
+            call, pre_dispatch=True, tracing_mode=mode, _allow_non_fake_inputs=mode == "fake"
+        )
+        return trace(state, *args)
     except Exception as error:
         return error
 
@@ -75,7 +83,7 @@ def program(name: str, front_end: str, saved: bool = False) -> Any:
     captured = capture(name, front_end)
     if isinstance(captured, Exception):
         raise captured.with_traceback(None)
-    if front_end == "make_fx":
+    if front_end.startswith("make_fx"):
         return Traced(captured, fresh(name)[0]), captured
     before = fresh(name)[0].state_dict()
     with torch.no_grad():

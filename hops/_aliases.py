@@ -1,0 +1,118 @@
+"""Tensors that autograd makes below the tracer, known by the memory that they show.
+
+[Note: aliases made below the tracer]
+``torch.autograd.grad`` inside captured code (reversible blocks, adjoint
+solvers) hands the tracer tensors that it has never seen: autograd keeps the
+output of an operation (exp, tanh, ...) as a detached alias, when the output
+itself may be gone long since, and composites are decomposed (the transpose
+inside linear) below the tracer.  A tracer takes a tensor that it does not know
+for a constant.  So each tensor that it learns is noted under its storage, and an
+unknown tensor is looked up there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from hops._subgraph import track
+from hops._torch import FakeTensor, statically_known_true, without_torch_functions
+
+
+@dataclass(frozen=True)
+class _View:
+    """A tensor that the tracer knows: how it lies in its storage, and what it is in the
+    graph: a proxy, or the tensor itself where it is a constant.
+
+    The storage is held weakly: its memory may go, but not its identity.
+    """
+
+    storage: StorageWeakRef
+    dtype: torch.dtype
+    layout: tuple[Any, ...]
+    source: Any = None
+
+    @staticmethod
+    def of(tensor: torch.Tensor, source: Any = None) -> _View:
+        with without_torch_functions():
+            return _View(
+                StorageWeakRef(tensor.untyped_storage()),
+                tensor.dtype,
+                (tuple(tensor.shape), tensor.stride(), tensor.storage_offset()),
+                source,
+            )
+
+    def shows_the_same(self, other: _View) -> bool:
+        (shape, stride, offset), (shape2, stride2, offset2) = self.layout, other.layout
+        if len(shape) != len(shape2):
+            return False
+        pairs = zip((*shape, *stride, offset), (*shape2, *stride2, offset2))
+        return all(statically_known_true(one == two) for one, two in pairs)
+
+
+class KnownTensors(WeakTensorKeyDictionary):
+    """A tracer's table of tensors, which notes them under their storages too."""
+
+    def __init__(self, known: Any) -> None:
+        self._views: dict[int, list[_View]] = {}
+        super().__init__()
+        for tensor, slot in known.items():
+            self[tensor] = slot
+
+    def __setitem__(self, tensor: torch.Tensor, slot: Any) -> None:
+        super().__setitem__(tensor, slot)
+        if has_storage(tensor):
+            self.note(tensor, slot.proxy)
+
+    def note(self, tensor: torch.Tensor, source: Any) -> None:
+        view = _View.of(tensor, source)
+        self._views.setdefault(view.storage.cdata, []).append(view)
+
+    def find(self, tensor: torch.Tensor) -> tuple[Any, Any]:
+        """The source of the same view of the same storage, the latest; else the source of
+        another view of it and the layout that makes ``tensor`` out of it."""
+        wanted = _View.of(tensor)
+        known = self._views.get(wanted.storage.cdata, ())
+        same_type = [view for view in reversed(known) if view.dtype == wanted.dtype]
+        for view in same_type:
+            if view.shows_the_same(wanted):
+                return view.source, None
+        return (same_type[0].source, wanted.layout) if same_type else (None, None)
+
+
+def has_storage(tensor: Any) -> bool:
+    """Whether it is a plain tensor, whose storage tells what it aliases."""
+    plain = isinstance(tensor, FakeTensor) or type(tensor) in (torch.Tensor, torch.nn.Parameter)
+    return plain and tensor.layout is torch.strided
+
+
+def knowing_aliases(tracer: Any, create_arg: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """``tracer.create_arg`` that finds aliases made below the tracer."""
+    tracer.tensor_tracker = known = KnownTensors(tracer.tensor_tracker)
+
+    def create_arg_of_alias(value: Any) -> Any:
+        if not has_storage(value) or value in known:
+            return create_arg(value)
+        # Outside of autograd a real tensor that is not known is a constant of the user's.
+        if not isinstance(value, FakeTensor) and torch._C._current_graph_task_id() == -1:
+            known.note(value, value)
+            return create_arg(value)
+        source, layout = known.find(value)
+        if source is None:
+            known.note(value, value)
+            return create_arg(value)
+        if layout is None:
+            return create_arg(source)
+        arguments = fx.node.map_aggregate((source, *layout), tracer.unwrap_proxy)
+        target = torch.ops.aten.as_strided.default
+        view = tracer.create_proxy("call_function", target, arguments, {})
+        track(value, view, tracer)
+        return create_arg(view)
+
+    return create_arg_of_alias
