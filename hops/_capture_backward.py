@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from hops._refusals import data_dependence_named
 from hops._subgraph import Recording, leaf_tensors, node_of, track
 from hops._torch import (
     FakeTensor,
@@ -130,31 +131,39 @@ class BackwardCapture:
         self.fresh = False
         values = (*self.call.args, *ctx.__dict__.values())
         watch = self.call.watch("backward", [backward], values)
-        with body.active(), set_grad_enabled_silently(grad_mode), _random_state_kept(self.slots):
-            gradients = self._gradients(body, options, missing, grad_mode)
+        recording = self.tracer.tensor_tracker.recording(body.graph)
+        with recording as replaced, body.active(), _as_in_backward(grad_mode, self.slots):
             try:
-                returned = backward(ctx, *gradients)
-            except (CaptureError, KeyboardInterrupt):
-                watch.undo()
-                raise
-            except Exception as error:
-                watch.undo()
-                raise CaptureError(
-                    f"hops: the backward of {self.call.name} could not be captured: "
-                    f"{type(error).__name__}: {error}\n"
-                    "It must run on gradients of the shape, dtype and layout of the outputs, "
-                    "without looking at their values."
-                ) from error
-            if self.first:
-                watch.report()
-            else:
-                watch.undo()
-            outputs = [node_of(g, self.tracer) for g in self._checked(returned)]
+                gradients = self._gradients(body, options, missing, grad_mode)
+                returned = self._run(backward, ctx, gradients, watch)
+                outputs = [node_of(g, self.tracer) for g in self._checked(returned)]
+            finally:
+                replaced.restore()
         if "once_differentiable" in options:
             drop_no_grad(body.graph)
         if ctx.read_needs_input_grad:
             options["needs_input_grad"] = self._needs_input_grad()
         return body, outputs
+
+    def _run(self, backward: Callable[..., Any], ctx: Any, gradients: list[Any], watch: Any) -> Any:
+        try:
+            with data_dependence_named(f"{self.call.name}.backward"):
+                returned = backward(ctx, *gradients)
+        except (CaptureError, KeyboardInterrupt):
+            watch.undo()
+            raise
+        except Exception as error:
+            watch.undo()
+            raise CaptureError(
+                f"hops: the backward of {self.call.name} could not be captured: "
+                f"{type(error).__name__}: {error}\n"
+                "It must run on gradients of the shape, dtype and layout of the outputs."
+            ) from error
+        if self.first:
+            watch.report()
+        else:
+            watch.undo()
+        return returned
 
     def _needs_input_grad(self) -> list[bool]:
         return [
@@ -285,6 +294,12 @@ def drop_no_grad(graph: fx.Graph) -> None:
                 graph.erase_node(node)
             else:
                 enabled = node.args[0]
+
+
+@contextmanager
+def _as_in_backward(grad_mode: bool, values: list[Any]) -> Iterator[None]:
+    with set_grad_enabled_silently(grad_mode), _random_state_kept(values):
+        yield
 
 
 @contextmanager

@@ -334,9 +334,16 @@ def is_data_dependence(error: Exception) -> bool:
 
     if isinstance(error, (GuardOnDataDependentSymNode, DataDependentOutputException)):
         return True
-    return "trying to get a value out of symbolic" in str(error) or (
-        "trying to get value out of a tracing tensor" in str(error)
-    )
+    return any(message in str(error) for message in _DATA_DEPENDENCE)
+
+
+#: An item of a real tensor; numpy() and the memory of a fake one.
+_DATA_DEPENDENCE = (
+    "trying to get a value out of symbolic",
+    "trying to get value out of a tracing tensor",
+    "is not supported for tensor subclasses",
+    "Cannot access data pointer of Tensor",
+)
 
 
 def _is_unbacked(sym_node: Any) -> bool:
