@@ -280,7 +280,7 @@ def snntorch_state_quant():
     return Model(), (tensor(),)
 
 
-@case("snntorch", refused={"*": "FirstSpike looks at the values"})
+@case("snntorch", refused={"*": "FirstSpike.backward looks at the values"})
 def snntorch_temporal_loss():
     from snntorch import functional, surrogate
 
