@@ -17,6 +17,7 @@ from dispatch_rules import (
     functionalize,
     proxy_torch_dispatch_mode,
     selective_checkpoint,
+    torch_func,
 )
 
 MODULES = (
@@ -26,6 +27,7 @@ MODULES = (
     fake_tensor_mode,
     functionalize,
     selective_checkpoint,
+    torch_func,
 )
 
 TABLE: dict[str, dict[Any, Callable[..., Any]]] = {

@@ -8,7 +8,9 @@ are then operations like any other.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -18,13 +20,16 @@ from torch.autograd.function import once_differentiable
 from hops import autograd_function_apply as function_operator
 from hops import tag_activation_checkpoint as checkpoint_operator
 from hops._decompose import is_kept
-from hops._policy import context_fn_of
+from hops._policy import policy_of
+from hops._prepared import PreparedForm, prepared_form
 from hops._torch import (
     CHECKPOINT_KEYWORDS,
     DispatchKey,
+    any_requires_grad,
     below_autograd,
     compiler_is_tracing,
     mark_saved_without_version_check,
+    native_apply,
     set_grad_enabled_silently,
     tag_for_partitioner,
     torch_checkpoint,
@@ -44,28 +49,44 @@ def autograd_function_apply(fwd: Any, bwd: Any, *operands: Any, **options: Any) 
     if is_kept(operator) and compiler_is_tracing():
         with below_autograd():
             return operator(fwd, bwd, *operands, **options)
-    form = CallForm(fwd, bwd, operands, options)
-    inputs = operands[: form.num_inputs]
+    return replay(CallForm(fwd, bwd, operands, options), operands)
+
+
+def replay(form: CallForm, operands: tuple[Any, ...]) -> Any:
+    """Run a call, so that autograd records it as one node if anything requires grad."""
     if not torch.is_grad_enabled():
         return form.visible(form.forward(operands)[0])
-    if not any(map(_requires_grad, inputs)):
+    inputs = operands[: form.num_inputs]
+    if not any_requires_grad(*inputs):
         with set_grad_enabled_silently(False):
             return form.visible(form.forward(operands)[0])
-    if "needs_input_grad" in options:
-        _check_needs_input_grad(form, inputs)
-    node = _node_class(form.name, "once_differentiable" in options)
+    if "needs_input_grad" in form.options:
+        check_needs_input_grad(form, map(_requires_grad, inputs))
+    if form.apply is None:
+        form.apply = _node_class(form.name, "once_differentiable" in form.options).apply
     # The inputs come first, so that errors of the engine count them as eager's do.
-    outputs = node.apply(*inputs, form, operands[form.num_inputs :])
-    return form.visible(outputs)
+    outputs = form.apply(*inputs, form, operands[form.num_inputs :])
+    return outputs[0] if form.single else outputs
+
+
+def replay_plainly(fwd: Any, bwd: Any, operands: tuple[Any, ...], options: dict[str, Any]) -> Any:
+    """:func:`autograd_function_apply` where no tracer, mode or transform looks at the call."""
+    form = prepared_form(fwd, bwd, operands, options)
+    if form.is_simple and torch.is_grad_enabled():
+        if form.apply is None:
+            form.apply = native_apply(_simple_function(form))
+        return form.apply(*operands)
+    return replay(form, operands)
 
 
 def _requires_grad(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.requires_grad
 
 
-def _check_needs_input_grad(form: CallForm, inputs: Sequence[Any]) -> None:
-    for position, (value, needed) in enumerate(zip(inputs, form.options["needs_input_grad"])):
-        if not needed and _requires_grad(value):
+def check_needs_input_grad(form: CallForm, required: Iterable[bool]) -> None:
+    """Refuse inputs that require grad now and did not when ``form`` was captured."""
+    for position, (now, then) in enumerate(zip(required, form.options["needs_input_grad"])):
+        if now and not then:
             raise ReplayError(
                 f"hops: input {position} of {form.name} requires grad, but did not when it was "
                 "captured, and its backward looks at ctx.needs_input_grad. Capture the model "
@@ -81,23 +102,17 @@ class _CapturedFunction(torch.autograd.Function):
         *inputs, form, captured = arguments
         outputs, saved = form.forward((*inputs, *captured))
         ctx.form = form
-        options = form.options
+        ctx.orders = unusual_orders(outputs)
+        ctx.kept = None
         checked = form.saved_for_backward
-        if checked:
+        if len(checked) == len(saved):
+            ctx.save_for_backward(*saved)
+        else:
             ctx.save_for_backward(*[saved[i] for i in checked])
             ctx.kept = [None if i in checked else v for i, v in enumerate(saved)]
-        else:
-            ctx.kept = saved
-        if len(checked) < len(saved):
             mark_saved_without_version_check(ctx.kept)
-        if not form.materialize_grads:
-            ctx.set_materialize_grads(False)
-        if options.get("non_differentiable_idx"):
-            marked = [outputs[i] for i in options["non_differentiable_idx"]]
-            ctx.mark_non_differentiable(*[v for v in marked if isinstance(v, torch.Tensor)])
-        if options.get("dirty_idx"):
-            ctx.mark_dirty(*[outputs[i] for i in options["dirty_idx"]])
-        ctx.orders = _unusual_orders(outputs)
+        if form.marks:
+            _mark(ctx, form, outputs)
         return tuple(outputs)
 
     @staticmethod
@@ -108,14 +123,33 @@ class _CapturedFunction(torch.autograd.Function):
                 f"You must implement either the backward or vjp method for {form.name} to use "
                 "it with backward mode AD."
             )
-        saved = ctx.kept
-        if form.saved_for_backward:
-            saved = list(saved)
-            for position, value in zip(form.saved_for_backward, ctx.saved_tensors):
-                saved[position] = value
-        arrived = [_laid_out(g, ctx.orders, i) for i, g in enumerate(gradients)]
+        saved = ctx.saved_tensors if ctx.kept is None else _joined(ctx)
+        arrived = [laid_out(g, ctx.orders, i) for i, g in enumerate(gradients)]
         results = form.backward(arrived, saved)
         return (*results[: form.num_inputs], None, None)
+
+
+def _mark(ctx: Any, form: CallForm, outputs: Sequence[Any]) -> None:
+    """What the user told ``ctx`` of outputs and gradients."""
+    options = form.options
+    if not form.materialize_grads:
+        ctx.set_materialize_grads(False)
+    if options.get("non_differentiable_idx"):
+        marked = [outputs[i] for i in options["non_differentiable_idx"]]
+        ctx.mark_non_differentiable(*[v for v in marked if isinstance(v, torch.Tensor)])
+    if options.get("dirty_idx"):
+        ctx.mark_dirty(*[outputs[i] for i in options["dirty_idx"]])
+
+
+def _joined(ctx: Any) -> Sequence[Any]:
+    """Saved values in their order, of which some went through ``save_for_backward``."""
+    checked = ctx.form.saved_for_backward
+    if not checked:
+        return ctx.kept
+    saved = list(ctx.kept)
+    for position, value in zip(checked, ctx.saved_tensors):
+        saved[position] = value
+    return saved
 
 
 class _CapturedOnceDifferentiableFunction(_CapturedFunction):
@@ -129,6 +163,37 @@ def _node_class(name: str, once: bool) -> type[torch.autograd.Function]:
     return type(name.rpartition(".")[2], (base,), {"__module__": name.rpartition(".")[0]})
 
 
+def _simple_function(form: PreparedForm) -> type[torch.autograd.Function]:
+    """The same as :class:`_CapturedFunction` in fewer steps, for the calls of one simple form.
+
+    In a small Function, these steps are what a call costs.
+    """
+    run, body, num_outputs = form.run_forward, form.fwd, form.num_outputs
+
+    def forward(ctx: Any, *operands: Any) -> Any:
+        values = run(body, *operands)
+        outputs = values[:num_outputs]
+        ctx.save_for_backward(*values[num_outputs:])
+        ctx.orders = None if _all_contiguous(outputs) else unusual_orders(outputs)
+        return outputs
+
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        orders = ctx.orders
+        if orders is not None or not _all_contiguous(gradients):
+            gradients = tuple(laid_out(g, orders, i) for i, g in enumerate(gradients))
+        return form.run(form.bwd, gradients + ctx.saved_tensors)
+
+    if "once_differentiable" in form.options:
+        backward = once_differentiable(backward)
+    module, _, name = form.name.rpartition(".")
+    members = {"forward": forward, "backward": backward}
+    return type(
+        name,
+        (torch.autograd.Function,),
+        {"__module__": module, **{k: staticmethod(v) for k, v in members.items()}},
+    )
+
+
 # [Note: layout of incoming gradients]
 # A backward is traced with gradients laid out like the outputs.  What arrives
 # may be an expanded scalar or a slice; code that read strides while it was
@@ -136,7 +201,7 @@ def _node_class(name: str, once: bool) -> type[torch.autograd.Function]:
 # gradient of another layout is copied into the traced one.
 
 
-def _unusual_orders(outputs: Sequence[Any]) -> dict[int, list[int]] | None:
+def unusual_orders(outputs: Sequence[Any]) -> dict[int, list[int]] | None:
     """How the outputs that are not contiguous are laid out, by position: their
     dimensions from the outermost in memory to the innermost."""
     unusual = {
@@ -145,6 +210,13 @@ def _unusual_orders(outputs: Sequence[Any]) -> dict[int, list[int]] | None:
         if isinstance(v, torch.Tensor) and v.layout is torch.strided and not v.is_contiguous()
     }
     return unusual or None
+
+
+def _all_contiguous(tensors: Sequence[Any]) -> bool:
+    try:
+        return all(map(torch.Tensor.is_contiguous, tensors))
+    except (TypeError, RuntimeError):  # an empty slot; a layout without strides
+        return False
 
 
 def _order(tensor: torch.Tensor) -> list[int]:
@@ -169,7 +241,7 @@ def _order(tensor: torch.Tensor) -> list[int]:
     return inwards[::-1]
 
 
-def _laid_out(gradient: Any, orders: dict[int, list[int]] | None, position: int) -> Any:
+def laid_out(gradient: Any, orders: dict[int, list[int]] | None, position: int) -> Any:
     if not isinstance(gradient, torch.Tensor) or gradient.layout is not torch.strided:
         return gradient
     if orders is None or position not in orders:
@@ -191,16 +263,19 @@ def tag_activation_checkpoint(body: Any, *operands: Any, **options: Any) -> Any:
     if is_kept(operator) and compiler_is_tracing():
         with below_autograd():
             return operator(body, *operands, **options)
-    context_fn = context_fn_of(body, options)
+    selective = policy_of(body, options)
     if compiler_is_tracing():
-        return tag_for_partitioner(body, *operands, **options)
+        if selective is None:
+            return tag_for_partitioner(body, None, *operands, **options)
+        return tag_for_partitioner(selective.body, selective.context_fn, *operands, **options)
     if not records_gradient(body, operands):
         return run_body(body, operands)
     known = {k: v for k, v in options.items() if k in CHECKPOINT_KEYWORDS}
     known["use_reentrant"] = False
-    if context_fn is not None:
-        known["context_fn"] = context_fn
-    region = _Region(body, operands)
+    if selective is not None and not getattr(_state, "in_reentrant_region", False):
+        body = selective.body
+        known["context_fn"] = selective.context_fn
+    region = _Region(body, operands, bool(options.get("use_reentrant")))
     return torch_checkpoint.checkpoint(region, *region.arguments(operands), **known)
 
 
@@ -214,10 +289,11 @@ class _Region:
     writes that comes with saving.
     """
 
-    __slots__ = ("body", "held")
+    __slots__ = ("body", "held", "reentrant")
 
-    def __init__(self, body: fx.GraphModule, operands: Sequence[Any]) -> None:
+    def __init__(self, body: fx.GraphModule, operands: Sequence[Any], reentrant: bool) -> None:
         self.body = body
+        self.reentrant = reentrant
         self.held = [_ARGUMENT if _is_intermediate(v) else v for v in operands]
 
     def arguments(self, operands: Sequence[Any]) -> list[torch.Tensor]:
@@ -226,10 +302,27 @@ class _Region:
     def __call__(self, *arguments: Any) -> Any:
         remaining = iter(arguments)
         operands = [next(remaining) if v is _ARGUMENT else v for v in self.held]
-        return run_body(self.body, operands)
+        if not self.reentrant:
+            return run_body(self.body, operands)
+        with _in_reentrant_region():
+            return run_body(self.body, operands)
 
 
 _ARGUMENT = object()
+
+_state = threading.local()
+
+
+@contextmanager
+def _in_reentrant_region() -> Iterator[None]:
+    """Let selective regions inside keep nothing, as in eager, where a reentrant region
+    runs its forward, and all that is inside, without gradients."""
+    before = getattr(_state, "in_reentrant_region", False)
+    _state.in_reentrant_region = True
+    try:
+        yield
+    finally:
+        _state.in_reentrant_region = before
 
 
 def _is_intermediate(value: Any) -> bool:
@@ -243,7 +336,7 @@ def records_gradient(body: fx.GraphModule, operands: Sequence[Any]) -> bool:
     )
 
 
-function_operator._plain_rule = autograd_function_apply
+function_operator._plain_rule = replay_plainly
 checkpoint_operator._plain_rule = tag_activation_checkpoint
 
 RULES = {

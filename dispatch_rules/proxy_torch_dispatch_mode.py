@@ -15,12 +15,14 @@ from torch import fx
 from dispatch_rules import autograd
 from hops import autograd_function_apply as function_operator
 from hops import tag_activation_checkpoint as checkpoint_operator
+from hops._body import drop_grad_switches, tidy_body
 from hops._capture_checkpoint import capture_body
-from hops._policy import record_policy
-from hops._subgraph import emit, tidy_body
+from hops._policy_record import carry_policy, numbered, record_policy
+from hops._subgraph import emit
 from hops._torch import (
     PreDispatchTorchFunctionMode,
     ProxyTorchDispatchMode,
+    autocast_disabled,
     detect_fake_mode,
     reenter_make_fx,
     set_grad_enabled_silently,
@@ -45,13 +47,14 @@ def autograd_function_apply(mode: Any, fwd: Any, bwd: Any, *operands: Any, **opt
     bodies = {
         "fwd": _retrace(_flat_forward(form), operands, grad_mode=False),
     }
-    gradients = [torch.ones_like(v) if isinstance(v, torch.Tensor) else None for v in outputs]
+    gradients = [torch.ones_like(v) for v in outputs if isinstance(v, torch.Tensor)]
     for key, body in [("bwd", bwd), *_other_backwards(options)]:
-        absent = key.removeprefix("bwd").removeprefix("_without_").split("_")
-        given = [None if str(i) in absent else g for i, g in enumerate(gradients)]
-        bodies[key] = _retrace(
-            _flat_backward(form, body, len(operands)), (*given, *saved), grad_mode=True
-        )
+        with autocast_disabled():
+            bodies[key] = _retrace(
+                _flat_backward(form, body, outputs, len(operands)),
+                (*gradients, *saved),
+                grad_mode=True,
+            )
     nodes = {
         key: _register(tracer, "fwd_body_" if key == "fwd" else "bwd_body_", body)
         for key, body in bodies.items()
@@ -92,8 +95,16 @@ def _flat_forward(form: CallForm) -> Callable[..., Any]:
     return forward
 
 
-def _flat_backward(form: CallForm, body: Any, num_operands: int) -> Callable[..., Any]:
+def _flat_backward(
+    form: CallForm, body: Any, outputs: Sequence[Any], num_operands: int
+) -> Callable[..., Any]:
+    """A backward body as the ATen form has it: it takes the gradients of tensors only."""
+
     def backward(*values: Any) -> tuple[Any, ...]:
+        if form.tensor_slots is None:
+            remaining = iter(values)
+            every = [next(remaining) if isinstance(o, torch.Tensor) else None for o in outputs]
+            values = (*every, *remaining)
         lead = (None,) if "args_tensor_mask" in form.options else ()
         result = form.run(body, (*lead, *values))
         gradients = tuple(result) if isinstance(result, (tuple, list)) else (result,)
@@ -111,11 +122,12 @@ def tag_activation_checkpoint(mode: Any, body: Any, *operands: Any, **options: A
     if not mode.enable_tracing:
         return result
     tracer = mode.tracer
-    traced = _retrace(lambda *v: function_operator.run_body(body, v), operands, grad_mode=True)
-    if CONTEXT_FN in body.meta:
-        traced.meta[CONTEXT_FN] = body.meta[CONTEXT_FN]
-        if "policy" not in options:
-            options["policy"] = record_policy(traced, operands)
+    read = numbered(body, options, operands)
+    traced = _retrace(lambda *v: function_operator.run_body(read, v), operands, grad_mode=True)
+    if "policy" in options:
+        options = carry_policy(body, options, traced, operands)
+    elif CONTEXT_FN in body.meta:
+        options = {**options, **record_policy(body.meta[CONTEXT_FN], traced, operands)}
     node = _register(tracer, "wrap_body_", traced)
     arguments = (node, *map(_argument(tracer), operands))
     visible = tuple(result) if isinstance(result, (tuple, list)) else (result,)
@@ -133,6 +145,7 @@ def _retrace(body: Callable[..., Any], arguments: Sequence[Any], grad_mode: bool
     """Trace a body to ATen with the settings of the trace that runs."""
     with set_grad_enabled_silently(grad_mode), fx.traceback.preserve_node_meta():
         traced = reenter_make_fx(body)(*arguments)
+    drop_grad_switches(traced.graph, recording=grad_mode)
     tidy_body(traced)
     return traced
 

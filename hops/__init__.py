@@ -4,10 +4,12 @@
 ``torch.utils.checkpoint`` first-class operators of every pre-dispatch graph.
 """
 
-from hops import _patches
+from hops import _patches, policies
 from hops._decompose import run_decompositions
+from hops._names import checkpoint_name
 from hops._parts import CheckpointParts, FunctionParts, checkpoint_parts, function_parts
 from hops._patches import install, uninstall
+from hops._saved import SavedForBackward, SavedTensor, saved_for_backward
 from hops._version import __version__
 from hops.errors import CaptureError, HopsWarning, OperatorCallError, ReplayError
 
@@ -18,11 +20,16 @@ __all__ = [
     "HopsWarning",
     "OperatorCallError",
     "ReplayError",
+    "SavedForBackward",
+    "SavedTensor",
     "__version__",
+    "checkpoint_name",
     "checkpoint_parts",
     "function_parts",
     "install",
+    "policies",
     "run_decompositions",
+    "saved_for_backward",
     "uninstall",
 ]
 

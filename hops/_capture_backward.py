@@ -13,17 +13,31 @@ from typing import Any
 import torch
 from torch import fx
 
+from hops._body import crosses_as_tensor, drop_grad_switches, pack_number
 from hops._refusals import data_dependence_named
-from hops._subgraph import Recording, leaf_tensors, node_of, track
+from hops._subgraph import (
+    Recording,
+    leaf_tensors,
+    node_of,
+    track,
+)
 from hops._torch import (
     FakeTensor,
+    autocast_disabled,
     disable_proxy_modes_tracing,
-    set_grad_enabled,
     set_grad_enabled_silently,
 )
 from hops.errors import CaptureError
 
 _ONCE_DIFFERENTIABLE = torch.autograd.function.once_differentiable(lambda ctx: None).__code__
+
+
+class _BackwardFailed(CaptureError):
+    """The user's backward raised; ``call`` is the call that it belongs to."""
+
+    def __init__(self, call: Any, message: str) -> None:
+        super().__init__(message)
+        self.call = call
 
 
 class BackwardCapture:
@@ -41,6 +55,7 @@ class BackwardCapture:
         self.tracer = call.tracer
         self.kept = call.ctx.with_own_containers()
         self.first = self.fresh = True
+        self._packed: dict[fx.Node, fx.Node] = {}
 
     def run(self, options: dict[str, Any]) -> tuple[list[Any], list[Any], list[int]]:
         """Trace all forms of the backward that the operator needs.
@@ -58,7 +73,7 @@ class BackwardCapture:
         saved: dict[fx.Node, None] = {}
         for _, body, gradients in traced:
             for node in self._free_nodes(body, gradients):
-                saved.setdefault(self._in_forward(body, node))
+                saved.setdefault(self._crossing(self._in_forward(body, node)))
         bodies = [
             (key, body, self._bind(body, gradients, list(saved))) for key, body, gradients in traced
         ]
@@ -92,15 +107,16 @@ class BackwardCapture:
             options["once_differentiable"] = True
         try:
             return self._trace_in(not once, backward, options, missing)
-        except RuntimeError:
-            if once:
+        except _BackwardFailed as failed:
+            if once or failed.call is not self.call:
                 raise
             return self._trace_in(False, backward, options, missing)
 
     def _empty_body(self) -> Recording:
         body = Recording(self.tracer, f"{self.call.name}.backward")
-        for _ in self.slots:
-            body.add_placeholder()
+        for value in self.slots:
+            if isinstance(value, torch.Tensor):
+                self._gradient(body, value, False)
         return body
 
     def _user_backward(self) -> tuple[Callable[..., Any] | None, bool]:
@@ -139,8 +155,7 @@ class BackwardCapture:
                 outputs = [node_of(g, self.tracer) for g in self._checked(returned)]
             finally:
                 replaced.restore()
-        if "once_differentiable" in options:
-            drop_no_grad(body.graph)
+        drop_grad_switches(body.graph, recording=grad_mode)
         if ctx.read_needs_input_grad:
             options["needs_input_grad"] = self._needs_input_grad()
         return body, outputs
@@ -149,15 +164,16 @@ class BackwardCapture:
         try:
             with data_dependence_named(f"{self.call.name}.backward"):
                 returned = backward(ctx, *gradients)
-        except (CaptureError, KeyboardInterrupt):
+        except (CaptureError, KeyboardInterrupt, MemoryError, torch.OutOfMemoryError):
             watch.undo()
             raise
         except Exception as error:
             watch.undo()
-            raise CaptureError(
+            raise _BackwardFailed(
+                self.call,
                 f"hops: the backward of {self.call.name} could not be captured: "
                 f"{type(error).__name__}: {error}\n"
-                "It must run on gradients of the shape, dtype and layout of the outputs."
+                "It must run on gradients of the shape, dtype and layout of the outputs.",
             ) from error
         if self.first:
             watch.report()
@@ -175,23 +191,29 @@ class BackwardCapture:
     def _gradients(
         self, body: Recording, options: dict[str, Any], missing: frozenset[int], grad_mode: bool
     ) -> list[Any]:
-        """A gradient for each output slot, as autograd would hand it over."""
+        """A gradient for each output slot, as autograd would hand it over; those of
+        tensors come in by a placeholder, used or not."""
         differentiable = set(self._differentiable(options))
         materialize = options.get("materialize_grads", True)
         gradients: list[Any] = []
         for position, value in enumerate(self.slots):
-            placeholder = body.add_placeholder()
-            made_up = position not in differentiable and not materialize
-            if not isinstance(value, torch.Tensor) or position in missing or made_up:
+            if not isinstance(value, torch.Tensor):
                 gradients.append(None)
                 continue
-            with disable_proxy_modes_tracing():
-                gradient = torch.ones_like(value.detach())
-                if grad_mode and position in differentiable:
-                    gradient = gradient.requires_grad_().view_as(gradient)
-            track(gradient, fx.Proxy(placeholder, self.tracer), self.tracer)
-            gradients.append(gradient)
+            gradient = self._gradient(body, value, grad_mode and position in differentiable)
+            made_up = position not in differentiable and not materialize
+            gradients.append(None if position in missing or made_up else gradient)
         return gradients
+
+    def _gradient(self, body: Recording, value: torch.Tensor, requires_grad: bool) -> torch.Tensor:
+        """A gradient of an output, and its placeholder."""
+        placeholder = body.add_placeholder()
+        with disable_proxy_modes_tracing():
+            gradient = torch.ones_like(value.detach())
+            if requires_grad:
+                gradient = gradient.requires_grad_().view_as(gradient)
+        track(gradient, fx.Proxy(placeholder, self.tracer), self.tracer)
+        return gradient
 
     def _checked(self, returned: Any) -> list[Any]:
         """The gradients of the tensor arguments, after the checks that autograd makes."""
@@ -239,6 +261,14 @@ class BackwardCapture:
             return self.call.forward.lift_attribute(str(node.target))
         return self.call.forward.lift(node)
 
+    def _crossing(self, node: fx.Node) -> fx.Node:
+        """What is saved for ``node`` of the forward, see [Note: numbers cross as tensors]."""
+        if not crosses_as_tensor(node):
+            return node
+        if node not in self._packed:
+            self._packed[node] = pack_number(node, node.graph.create_node)
+        return self._packed[node]
+
     def _bind(self, body: Recording, gradients: list[Any], saved: list[fx.Node]) -> tuple[Any, ...]:
         """Make the saved values the last placeholders of the body, in this order.
 
@@ -246,10 +276,12 @@ class BackwardCapture:
             The outputs of the body: a node or None for each operand.
         """
         inner = {node: body.add_placeholder(node) for node in saved}
+        for number, packed in self._packed.items():
+            inner[packed] = body.unpack_number(inner[packed], number)
 
         def bound(node: Any) -> Any:
             if isinstance(node, fx.Node) and self._is_free(body, node):
-                return inner[self._in_forward(body, node)]
+                return inner[self._crossing(self._in_forward(body, node))]
             return node
 
         for node in list(body.graph.nodes):
@@ -284,21 +316,14 @@ def _is_once_differentiable(function: Any) -> bool:
     return False
 
 
-def drop_no_grad(graph: fx.Graph) -> None:
-    """Drop switches to no-grad mode from a body that runs in it anyway; torch.export
-    would cut the body in pieces at them."""
-    enabled = False
-    for node in list(graph.nodes):
-        if node.target is set_grad_enabled:
-            if node.args[0] == enabled:
-                graph.erase_node(node)
-            else:
-                enabled = node.args[0]
-
-
 @contextmanager
 def _as_in_backward(grad_mode: bool, values: list[Any]) -> Iterator[None]:
-    with set_grad_enabled_silently(grad_mode), _random_state_kept(values):
+    """The state in which eager runs a backward: autocast of the forward has ended.
+
+    Operations are recorded above autocast, so a backward that is run under
+    autocast after all is cast then, as in eager.
+    """
+    with autocast_disabled(), set_grad_enabled_silently(grad_mode), _random_state_kept(values):
         yield
 
 

@@ -20,7 +20,7 @@ from torch import fx
 
 from hops._assigned_buffers import AssignedBuffers
 from hops._effects import Watch
-from hops._policy import context_fn_of, record_policy
+from hops._policy_record import carry_policy, numbered, record_policy
 from hops._refusals import data_dependence_named
 from hops._subgraph import ClosedBody, Recording, add_output, close_body, emit, node_of, owner_of
 from hops._torch import (
@@ -32,7 +32,11 @@ from hops._torch import (
     without_torch_functions,
 )
 from hops.autograd_function_apply import run_body
-from hops.tag_activation_checkpoint import CONTEXT_FN, node_options, tag_activation_checkpoint
+from hops.tag_activation_checkpoint import (
+    CONTEXT_FN,
+    node_options,
+    tag_activation_checkpoint,
+)
 
 
 def checkpoint_entered(
@@ -101,7 +105,7 @@ def _capture_region(
         watch.report()
         return result
 
-    return _record(name, run, options)
+    return _record(name, run, options, _policy_recorder(options))
 
 
 def capture_body(body: fx.GraphModule, operands: Sequence[Any], options: dict[str, Any]) -> Any:
@@ -109,13 +113,31 @@ def capture_body(body: fx.GraphModule, operands: Sequence[Any], options: dict[st
     is exported again."""
     if not torch.is_grad_enabled():
         return run_body(body, operands)
-    context_fn = context_fn_of(body, options)
-    kept = {k: v for k, v in options.items() if k not in ("form", "policy")}
-    run = functools.partial(run_body, body, operands)
-    return _record("a checkpointed region", run, {**kept, "context_fn": context_fn})
+    name = "a checkpointed region"
+    if "policy" not in options:
+        # From Dynamo's graph: nothing was recorded yet.
+        options = {**options, "context_fn": body.meta.get(CONTEXT_FN)}
+        return _record(name, lambda: run_body(body, operands), options, _policy_recorder(options))
+    numbered_body = numbered(body, options, operands)
+    carried = functools.partial(carry_policy, body, options)
+    return _record(name, lambda: run_body(numbered_body, operands), options, carried)
 
 
-def _record(name: str, run: Callable[[], Any], options: dict[str, Any]) -> Any:
+#: Writes the policy of a region on its new body, given examples of the operands; the
+#: keywords of its node.
+PolicyWriter = Callable[[fx.GraphModule, Sequence[Any]], dict[str, Any]]
+
+
+def _policy_recorder(options: dict[str, Any]) -> PolicyWriter | None:
+    context_fn = options.get("context_fn")
+    if context_fn is None or context_fn is torch_checkpoint.noop_context_fn:
+        return None
+    return functools.partial(record_policy, context_fn)
+
+
+def _record(
+    name: str, run: Callable[[], Any], options: dict[str, Any], policy: PolicyWriter | None
+) -> Any:
     region = Recording(pre_dispatch_tracer(), name)
     with region.active(), AssignedBuffers() as assigned:
         result = run()
@@ -125,7 +147,7 @@ def _record(name: str, run: Callable[[], Any], options: dict[str, Any]) -> Any:
         region.splice()
         assigned.assign_outside(region.tracer)
         return result
-    _write(region, leaves, options)
+    _write(region, leaves, options, policy)
     assigned.assign_outside(region.tracer)
     return result
 
@@ -171,35 +193,46 @@ def _run_without_gradient(
     return function(*args, **kwargs)
 
 
-def _write(region: Recording, leaves: list[Any], options: dict[str, Any]) -> None:
-    tracer = region.tracer
-    outputs: list[Any] = []
-    nodes: list[fx.Node] = []
+def _outputs(region: Recording, leaves: list[Any]) -> dict[fx.Node, Any]:
+    """What the region gives out, by its node in the body.
+
+    An operand that it returns untouched is none of it; but where there is nothing
+    else it stands for the region, since a file cannot hold an operator without output.
+    """
+    made: dict[fx.Node, Any] = {}
+    untouched: dict[fx.Node, Any] = {}
     for value in leaves:
         if not isinstance(value, (torch.Tensor, *SYMBOLIC_TYPES)):
             continue
-        if any(value is seen for seen in outputs):
-            continue
         with region.active():
-            node = node_of(value, tracer)
-        if isinstance(node, fx.Node) and node.graph is region.graph:
-            if node.op not in ("placeholder", "get_attr"):
-                outputs.append(value)
-                nodes.append(node)
+            node = node_of(value, region.tracer)
+        if not isinstance(node, fx.Node):
+            continue
+        own = node.graph is region.graph and node.op not in ("placeholder", "get_attr")
+        if own:
+            made.setdefault(node, value)
+        elif isinstance(value, torch.Tensor):
+            untouched.setdefault(node, value)
+    return made or {region.lift(node): value for node, value in untouched.items()}
+
+
+def _write(
+    region: Recording, leaves: list[Any], options: dict[str, Any], policy: PolicyWriter | None
+) -> None:
+    tracer = region.tracer
+    outputs = _outputs(region, leaves)
     region.lift_free_values()
-    body = region.finish(tuple(nodes), "wrap_body_")
+    body = region.finish(tuple(outputs), "wrap_body_")
     module = getattr(tracer.root, str(body.target))
-    context_fn = options.get("context_fn")
-    if context_fn is not None and context_fn is not torch_checkpoint.noop_context_fn:
-        module.meta[CONTEXT_FN] = context_fn
+    if policy is not None:
         values = [p.meta["val"] for p in module.graph.find_nodes(op="placeholder")]
-        options = {**options, "policy": record_policy(module, values)}
+        options = {**options, **policy(module, values)}
     call = emit(
         tracer,
         tag_activation_checkpoint,
         (body, *region.operands),
         node_options(options),
-        tuple(outputs),
+        tuple(outputs.values()),
     )
     close_body(tracer, region.graph, ClosedBody(call, functools.partial(_add_output, tracer)))
 

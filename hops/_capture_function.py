@@ -23,7 +23,8 @@ from torch import fx
 
 from hops._aliases import Replaced
 from hops._assigned_buffers import AssignedBuffers
-from hops._capture_backward import BackwardCapture, drop_no_grad
+from hops._body import drop_grad_switches
+from hops._capture_backward import BackwardCapture
 from hops._context import RecordedContext
 from hops._effects import Watch
 from hops._refusals import data_dependence_named
@@ -64,11 +65,14 @@ def answer_lookup(function: type, attribute: str, found: Any) -> Any:
     if not issubclass(function, torch.autograd.Function):
         return found
     if attribute == "setup_context":
+        _state.failed = _state.call = None
         _state.pending = (function, torch.is_grad_enabled())
-        _state.call = None
         if _is_defined(found) and torch.is_grad_enabled() and _may_record(function):
             return functools.partial(_replay_setup_context, function, found)
         return found
+    failed, _state.failed = getattr(_state, "failed", None), None
+    if failed is not None:
+        raise failed
     pending, _state.pending = getattr(_state, "pending", None), None
     if pending != (function, True) or torch.is_grad_enabled():
         if pending is not None and torch.is_grad_enabled():
@@ -80,6 +84,24 @@ def answer_lookup(function: type, attribute: str, found: Any) -> Any:
     if _is_defined(setup_context):
         return functools.partial(_record_new_style, function, found, setup_context)
     return functools.partial(_record_old_style, function, found)
+
+
+def postponed(attribute: str, found: Any, error: BaseException) -> Any:
+    """What a look-up gives that ended in an error (an interrupt, say): the error
+    is raised when ``forward`` is called, where ``apply`` expects one."""
+    if attribute == "setup_context":
+        _state.failed = error
+        return found
+
+    def forward(*args: Any) -> Any:
+        raise error
+
+    return forward
+
+
+def forget_lookups() -> None:
+    """Nothing of a trace that an error ended serves the next one."""
+    _state.__dict__.clear()
 
 
 def _is_defined(setup_context: Any) -> bool:
@@ -228,12 +250,12 @@ class _Capture:
             elif isinstance(node, fx.Node):
                 node = forward.lift(node)
             out_nodes.append(node)
-        drop_no_grad(forward.graph)
         backward = BackwardCapture(self, slots)
         options = self._options(slots)
         bodies, saved, saved_idx = backward.run(options)
         forward.lift_free_values()
         options["saved_for_backward_idx"] = saved_idx
+        drop_grad_switches(forward.graph, recording=False)
         fwd = forward.finish((*out_nodes, *saved), "fwd_body_")
         captured = [None] * (len(forward.operands) - self.num_inputs)
         bwd_nodes = {
@@ -291,9 +313,11 @@ def _add_output(tracer: Any, call: fx.Node, inner: fx.Node) -> fx.Node:
     """
     position = call.kwargs["num_outputs"]
     owner = owner_of(call, tracer)
-    for body in (call.args[1], *call.kwargs.values()):
-        if isinstance(body, fx.Node) and body.op == "get_attr":
-            _insert_placeholder(getattr(owner, str(body.target)), position, inner)
+    if isinstance(inner.meta.get("val"), torch.Tensor):
+        gradients = sum(isinstance(v, torch.Tensor) for v in call.meta["val"][:position])
+        for body in (call.args[1], *call.kwargs.values()):
+            if isinstance(body, fx.Node) and body.op == "get_attr":
+                _insert_placeholder(getattr(owner, str(body.target)), gradients, inner)
     call.kwargs = {
         **call.kwargs,
         "num_outputs": position + 1,

@@ -54,7 +54,11 @@ def _hook_function_meta() -> None:
     def __getattribute__(cls: type, name: str) -> Any:
         found = type.__getattribute__(cls, name)
         if name == "forward" or name == "setup_context":
-            return answer(cls, name, found)
+            try:
+                return answer(cls, name, found)
+            except BaseException as error:
+                # torch's C++ code does not expect that a look-up fails, and crashes.
+                return _capture_function.postponed(name, found, error)
         return found
 
     _FunctionMeta.__getattribute__ = __getattribute__

@@ -21,8 +21,10 @@ from torch._dynamo.variables.higher_order_ops import (
 )
 from torch._dynamo.variables.misc import AutogradFunctionVariable
 
+from hops import _dynamo_compile
 from hops._capture_function import function_name
 from hops._dynamo_functions import NotPython, capture_by_running, installed_name
+from hops._dynamo_policies import known_context_fn
 from hops._dynamo_regions import MARKS, fold_regions, trace_region
 from hops._torch import (
     stock_autograd_function_apply,
@@ -57,6 +59,8 @@ class CapturedCheckpointVariable(CheckpointHigherOrderVariable):
         if "form" in kwargs:
             if _graph_module(tx, args[0]) is not None:
                 return _call_captured(tx, self.value, list(args), dict(kwargs))
+        if "context_fn" in kwargs:
+            kwargs = {**kwargs, "context_fn": known_context_fn(tx, kwargs["context_fn"])}
         if tx.output.export:
             return trace_region(tx, self, list(args), dict(kwargs))
         return super().call_function(tx, args, kwargs)
@@ -123,7 +127,7 @@ def call_apply_under_export(stock: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(stock)
     def call_apply(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
         if not tx.output.export:
-            return stock(self, tx, args, kwargs)
+            return _dynamo_compile.read_call(stock, self, tx, args, kwargs)
         try:
             return capture_by_running(tx, self.fn_cls, args, kwargs)
         except NotPython:
@@ -163,10 +167,12 @@ def install() -> Callable[[], None]:
     compiler_before = OutputGraph.__dict__["call_user_compiler"]
     OutputGraph.call_user_compiler = call_user_compiler(compiler_before)
     fx.node._side_effectful_functions.update(MARKS)
+    stop_watching = _dynamo_compile.install()
     inlined = trace_rules.get_mod_inlinelist()
     inlined.add(torch_checkpoint.__file__)
 
     def restore() -> None:
+        stop_watching()
         TorchHigherOrderOperatorVariable.make = make_before
         AutogradFunctionVariable.call_apply = apply_before
         OutputGraph.call_user_compiler = compiler_before

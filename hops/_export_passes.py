@@ -1,52 +1,81 @@
-"""Blocks of grad mode and autocast that hold an operator, as torch.export cuts them out."""
+"""Passes of torch.export that misread a graph in which operators hold bodies.
+
+torch.export turns switches of grad mode and autocast into operators of their own
+(``wrap_with_set_grad_enabled``, ``wrap_with_autocast``), in the bodies of other
+operators too, since the switches themselves can neither be checked nor saved.
+It splits the graph at the switches, wraps the parts that a switch governs, and
+puts the others back.  On the way it
+
+- knows a part that a switch governs by the switch being its first node, but the
+  ``get_attr`` of a body that the part uses comes before it;
+- deletes what it takes for unused modules after putting a part back: the bodies
+  that lie in other bodies;
+- makes a new module of each body that has a switch in it, without the metadata
+  of the old one, and with it goes a selective policy.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import wraps
+import functools
+from collections.abc import Callable, Iterable
 from typing import Any
 
-import torch
 from torch import fx
 
-from hops._torch import set_grad_enabled
-
-#: The passes that make an operator of a block, by what opens it.
-PASSES = (
+#: The modules of torch that have such a pass, and the names in them that are exchanged.
+EXPORT_PASSES = (
     "torch._export.passes.replace_autocast_with_hop_pass",
     "torch._export.passes.replace_set_grad_with_hop_pass",
 )
 
-_OPENS = (torch.amp.autocast_mode._enter_autocast, set_grad_enabled)
+
+def mend_export_pass(module: Any) -> Callable[[], None]:
+    """Exchange what the pass uses of torch's helpers; gives what takes it back."""
+    before = {name: getattr(module, name) for name in _MENDED}
+    for name, mend in _MENDED.items():
+        setattr(module, name, mend(before[name]))
+
+    def restore() -> None:
+        for name, stock in before.items():
+            setattr(module, name, stock)
+
+    return restore
 
 
-def opening_each_block_first(sequential_split: Callable[..., Any]) -> Callable[..., Any]:
-    """``torch._export.utils.sequential_split``, with the switch as the first node of a block.
+def _looking_past_bodies(nodes_first: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(nodes_first)
+    def first(nodes: Iterable[fx.Node], wanted: Any = None) -> Any:
+        return nodes_first([n for n in nodes if n.op != "get_attr"], wanted)
 
-    The passes know a block by its first node.  Where the block holds an operator
-    with bodies, the split puts their ``get_attr`` nodes before it, and the switch
-    is then dropped (grad mode) or left where a file cannot hold it (autocast).
-    """
+    return first
 
-    @wraps(sequential_split)
-    def split(*args: Any, **kwargs: Any) -> Any:
-        module = sequential_split(*args, **kwargs)
-        for node in module.graph.find_nodes(op="call_module"):
-            block = getattr(module, str(node.target), None)
-            if isinstance(block, fx.GraphModule):
-                _open_first(block)
-        return module
+
+def _deleting_only_itself(node_inline_: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(node_inline_)
+    def inline(node: fx.Node) -> Any:
+        module: Any = node.graph.owning_module
+        target = str(node.target)
+        module.delete_all_unused_submodules = lambda: module.delete_submodule(target)
+        try:
+            return node_inline_(node)
+        finally:
+            del module.delete_all_unused_submodules
+
+    return inline
+
+
+def _keeping_metadata(sequential_split: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(sequential_split)
+    def split(module: fx.GraphModule, *args: Any, **kwargs: Any) -> fx.GraphModule:
+        parts: fx.GraphModule = sequential_split(module, *args, **kwargs)
+        parts.meta = {**parts.meta, **module.meta}
+        return parts
 
     return split
 
 
-def _open_first(block: fx.GraphModule) -> None:
-    early = []
-    for node in block.graph.nodes:
-        if node.op == "get_attr":
-            early.append(node)
-        elif node.op != "placeholder":
-            if early and node.target in _OPENS:
-                early[0].prepend(node)
-                block.recompile()
-            return
+_MENDED: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
+    "nodes_first": _looking_past_bodies,
+    "node_inline_": _deleting_only_itself,
+    "sequential_split": _keeping_metadata,
+}

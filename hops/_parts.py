@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from hops._policy import shown_context_fn
 from hops._torch import stock_autograd_function_apply, stock_tag_activation_checkpoint
 
 
@@ -45,7 +46,8 @@ class CheckpointParts:
         operands: nodes and constants that the call is given.
         outputs: the values of the body's graph that the region gives out.
         options: arguments of ``checkpoint`` as the user gave them.
-        context_fn: the selective policy, or None.
+        context_fn: the selective policy, or None: the user's ``context_fn`` while the process
+            lives, a policy of ``hops.policies`` also after a file.
         getitems: nodes around the call that take its outputs, by position.
     """
 
@@ -100,7 +102,7 @@ def checkpoint_parts(node: fx.Node) -> CheckpointParts:
         operands=tuple(node.args[1:]),
         outputs=tuple(outputs) if isinstance(outputs, (tuple, list)) else (outputs,),
         options=dict(node.kwargs),
-        context_fn=body.meta.get("_checkpoint_context_fn"),
+        context_fn=shown_context_fn(body, dict(node.kwargs)),
         getitems=_getitems(node),
     )
 

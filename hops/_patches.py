@@ -17,11 +17,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import fx
 
 from dispatch_rules import TABLE
 from hops import _capture_function
 from hops._aliases import knowing_aliases
+from hops._aot_metadata import keeping_node_metadata
 from hops._capture_hooks import capture_hooks
 from hops._effects import effects_told_at_the_end
 from hops._export_files import (
@@ -30,7 +30,7 @@ from hops._export_files import (
     reading_empty_inputs,
 )
 from hops._export_names import naming_the_wrapped
-from hops._export_passes import PASSES, opening_each_block_first
+from hops._export_passes import EXPORT_PASSES, mend_export_pass
 from hops._import_hook import after_import
 from hops._refusals import refuse_read_of_values
 from hops._subgraph import settle
@@ -40,10 +40,12 @@ from hops._torch import (
     capture_on_this_thread,
     compiled_code_inlined,
     custom_function_call,
+    functions_with_effects,
     proxy_tensor,
     set_grad_enabled,
     stock_autograd_function_apply,
     stock_tag_activation_checkpoint,
+    transform_functions,
 )
 from hops.autograd_function_apply import AutogradFunctionApply
 from hops.errors import CaptureError
@@ -88,6 +90,7 @@ def _operator(instance: Any, own_class: type) -> Callable[[], None]:
         else:
             instance.python_key_table.pop(key, None)
             instance.py_kernels.pop(key, None)
+            instance.functorch_table.pop(key, None)
             instance.py_impl(key)(rule)
     instance._dispatch_cache.clear()
 
@@ -115,7 +118,10 @@ def _with_capture_hooks(trace_inner: Callable[..., Any]) -> Callable[..., Any]:
             return trace_inner(self, *args, **kwargs)
         with capture_on_this_thread(), effects_told_at_the_end(), capture_hooks():
             with _settled_afterwards(self.fx_tracer), compiled_code_inlined():
-                return trace_inner(self, *args, **kwargs)
+                try:
+                    return trace_inner(self, *args, **kwargs)
+                finally:
+                    _capture_function.forget_lookups()
 
     return _trace_inner
 
@@ -146,45 +152,6 @@ def _minding_autograd(torch_function: Callable[..., Any]) -> Callable[..., Any]:
         return result
 
     return __torch_function__
-
-
-def _keeping_node_metadata(export_function: Callable[..., Any]) -> Callable[..., Any]:
-    """Let the graph that is handed back run node by node, so that a second trace
-    of it copies the metadata of each node."""
-
-    @functools.wraps(export_function)
-    def _aot_export_function(*args: Any, **kwargs: Any) -> Any:
-        graph_module, *rest = export_function(*args, **kwargs)
-        if any("seq_nr" in node.meta for node in graph_module.graph.nodes):
-            graph_module.forward = _InterpretedForward(graph_module)
-        return (graph_module, *rest)
-
-    return _aot_export_function
-
-
-class _InterpretedForward:
-    def __init__(self, module: fx.GraphModule) -> None:
-        self.module = module
-
-    def __call__(self, *args: Any) -> Any:
-        with fx.traceback.preserve_node_meta():
-            return _SequencedInterpreter(self.module).run(*args)
-
-
-class _SequencedInterpreter(fx.Interpreter):
-    """Hands on ``autograd_backward`` and ``seq_nr``, which a new trace would count anew."""
-
-    def run_node(self, n: fx.Node) -> Any:
-        self._running = n
-        return super().run_node(n)
-
-    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
-        meta = self._running.meta
-        if "seq_nr" in meta:
-            fx.traceback.current_meta.update(in_grad_fn=1, grad_fn_seq_nr=[meta["seq_nr"]])
-        if "autograd_backward" in meta:
-            fx.traceback.current_meta["autograd_backward"] = True
-        return super().call_function(target, args, kwargs)
 
 
 @contextmanager
@@ -219,6 +186,14 @@ def _refuse_transforms_by_name() -> Callable[[], None]:
     return lambda: table.pop(ProxyTorchDispatchMode)
 
 
+def _declare_effects() -> Callable[[], None]:
+    effects = functions_with_effects()
+    operators = (stock_autograd_function_apply, stock_tag_activation_checkpoint)
+    added = {*operators, *transform_functions()} - effects
+    effects |= added
+    return lambda: effects.difference_update(added)
+
+
 def _once_imported(module: str, patch: Callable[[], Callable[[], None]]) -> Callable[[], None]:
     """Patch a heavy module of torch when it is there: now, or after its import.
 
@@ -244,7 +219,7 @@ def _patch_dynamo() -> Callable[[], None]:
 
 def _patch_aot_autograd() -> Callable[[], None]:
     aot_autograd = sys.modules["torch._functorch.aot_autograd"]
-    return _attribute(aot_autograd, "_aot_export_function", _keeping_node_metadata)
+    return _attribute(aot_autograd, "_aot_export_function", keeping_node_metadata)
 
 
 def _patch_export() -> Callable[[], None]:
@@ -259,13 +234,20 @@ def _patch_archive() -> Callable[[], None]:
     return _attribute(package, "_load_state_dict", keeping_frozen(package))
 
 
-def _split_of(module: str) -> Callable[[], Callable[[], None]]:
-    return lambda: _attribute(sys.modules[module], "sequential_split", opening_each_block_first)
+def _patch_export_pass(name: str) -> Callable[[], None]:
+    return mend_export_pass(sys.modules[name])
 
 
 def _patch_reading_of_files() -> Callable[[], None]:
     reader = sys.modules["torch._export.serde.serialize"].GraphModuleDeserializer
     return _attribute(reader, "deserialize_graph", reading_empty_inputs)
+
+
+def _patch_deserializer() -> Callable[[], None]:
+    from hops import _file_checks
+
+    deserializer = sys.modules["torch._export.serde.serialize"].GraphModuleDeserializer
+    return _attribute(deserializer, "deserialize", _file_checks.checking_the_operators)
 
 
 SITES = (
@@ -302,12 +284,20 @@ SITES = (
         _refuse_transforms_by_name,
     ),
     Site(
+        "torch.fx.node._side_effectful_functions",
+        "dead code elimination drops a call whose output nothing uses, though it may update a "
+        "buffer or draw random numbers, and the beginning and end of a vmap",
+        _declare_effects,
+    ),
+    Site(
         "torch._dynamo: TorchHigherOrderOperatorVariable.make, "
-        "AutogradFunctionVariable.call_apply, OutputGraph.call_user_compiler, list of files to "
-        "inline",
+        "AutogradFunctionVariable.call_apply, OutputGraph.call_user_compiler, "
+        "SideEffects.store_attr and mutation, autograd_function_backward_rewritten, list of "
+        "files to inline",
         "Dynamo cannot read a graph that holds autograd_function_apply, traces the body of a "
         "captured region anew, refuses or misreads many Functions and regions under export "
-        "(what happened in a region is cut out of the complete graph), and skips "
+        "(what happened in a region is cut out of the complete graph), some Functions under "
+        "torch.compile too (it is watched while it reads them), and skips "
         "checkpoint_sequential",
         lambda: _once_imported("torch._dynamo", _patch_dynamo),
     ),
@@ -316,6 +306,15 @@ SITES = (
         "aot_export_module traces its joint graph a second time and drops what the first "
         "trace wrote on the nodes: recompute, ac_graph_id",
         lambda: _once_imported("torch._functorch.aot_autograd", _patch_aot_autograd),
+    ),
+    *(
+        Site(
+            f"{name}: nodes_first, node_inline_, sequential_split",
+            "where operators hold bodies, it overlooks switches of grad mode and autocast, and "
+            "deletes bodies inside bodies and the metadata of those with a switch in them",
+            functools.partial(_once_imported, name, functools.partial(_patch_export_pass, name)),
+        )
+        for name in EXPORT_PASSES
     ),
     Site(
         "torch.export._trace._export_for_training",
@@ -333,14 +332,11 @@ SITES = (
         "a file does not load if a body has more inputs than the program and one is None",
         lambda: _once_imported("torch._export.serde.serialize", _patch_reading_of_files),
     ),
-    *(
-        Site(
-            f"{module}.sequential_split",
-            "a switch of grad mode or autocast is lost, or cannot be saved, if an operator with "
-            "bodies is in its block",
-            functools.partial(_once_imported, module, _split_of(module)),
-        )
-        for module in PASSES
+    Site(
+        "torch._export.serde.serialize.GraphModuleDeserializer.deserialize",
+        "a file whose counts, bodies or keywords were damaged loads without a word and fails "
+        "later, or gives other gradients; it is refused by the name of the node",
+        lambda: _once_imported("torch._export.serde.serialize", _patch_deserializer),
     ),
 )
 

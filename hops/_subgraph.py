@@ -28,6 +28,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from hops._body import Body, crosses_as_tensor, holds_body, pack_number, tidy_body
 from hops._mode_switches import simplify_mode_switches
 from hops._torch import (
     SymbolicValues,
@@ -206,8 +207,23 @@ class Recording:
         if node.graph is self.graph:
             return node
         if node not in self._placeholder_of:
-            self.add_operand(node)
+            self._add_free_value(node)
         return self._placeholder_of[node]
+
+    def _add_free_value(self, node: fx.Node) -> None:
+        if not crosses_as_tensor(node):
+            self.add_operand(node)
+            return
+        packed = pack_number(node, self.tracer.create_node)
+        self._placeholder_of[node] = self.unpack_number(self.add_operand(packed), node)
+
+    def unpack_number(self, placeholder: fx.Node, like: fx.Node) -> fx.Node:
+        """The number in a placeholder that stands for ``like``, see [Note: numbers cross as
+        tensors]."""
+        with self.graph.inserting_after(self._last_placeholder):
+            number = self.graph.call_function(torch.ops.aten.item.default, (placeholder,))
+        number.meta["val"] = like.meta["val"]
+        return number
 
     def _own(self, node: fx.Node) -> fx.Node:
         if node.op != "get_attr" or self._is_body(node):
@@ -222,7 +238,7 @@ class Recording:
         return self._attributes[target]
 
     def _is_body(self, node: fx.Node) -> bool:
-        return _holds_body(self.tracer.root, node)
+        return holds_body(self.tracer.root, node)
 
     def lift_free_values(self) -> None:
         """Make operands of all values from outside that this body uses.
@@ -249,7 +265,7 @@ class Recording:
         for node in self.graph.nodes:
             if node.op == "get_attr" and str(node.target) not in nested:
                 nested[str(node.target)] = getattr(root, str(node.target))
-        module = fx.GraphModule(dict(nested), self.graph)
+        module = Body(dict(nested), self.graph)
         for target in nested:
             delattr(root, target)
         tidy_body(module)
@@ -285,59 +301,6 @@ def _is_size_of(node: fx.Node) -> bool:
         torch.ops.aten.sym_numel.default,
         torch.ops.aten.sym_storage_offset.default,
     )
-
-
-def _holds_body(owner: torch.nn.Module, node: fx.Node) -> bool:
-    return isinstance(getattr(owner, str(node.target)), fx.GraphModule)
-
-
-def tidy_body(module: fx.GraphModule) -> None:
-    """Number the nested bodies of a body from 0, so that its text does not
-    depend on what was captured before it, and give its nodes the module paths
-    of the user's model, as torch.export does for the nodes of the outer graph."""
-    counts: dict[str, int] = {}
-    renamed: dict[str, str] = {}
-    moved: dict[str, torch.nn.Module] = {}
-    for node in module.graph.nodes:
-        if node.op == "get_attr" and node.target not in renamed and _holds_body(module, node):
-            prefix = str(node.target).rstrip("0123456789")
-            renamed[node.target] = f"{prefix}{counts.setdefault(prefix, 0)}"
-            counts[prefix] += 1
-            moved[renamed[node.target]] = getattr(module, node.target)
-    for target in renamed:
-        delattr(module, target)
-    for target, attribute in moved.items():
-        module.register_module(target, attribute)
-    for node in module.graph.nodes:
-        if node.op == "get_attr" and node.target in renamed:
-            node.target = renamed[node.target]
-            node._rename(node.target)
-        if node.op == "placeholder":
-            node.meta.setdefault("val", None)
-        stack = node.meta.get("nn_module_stack")
-        if stack:
-            node.meta["nn_module_stack"] = _without_export_root(stack)
-    module.recompile()
-
-
-_EXPORT_ROOT = "_export_root"
-
-
-def _without_export_root(stack: dict[str, Any]) -> dict[str, Any]:
-    """A module stack without the wrapper that torch.export puts around the model."""
-    if not any(path.split(".")[0] == _EXPORT_ROOT for path, _ in stack.values()):
-        return stack
-    cleaned = {}
-    for key, (path, kind) in stack.items():
-        if not path.startswith(_EXPORT_ROOT):
-            continue
-        path = path.removeprefix(_EXPORT_ROOT).removeprefix(".")
-        if not path:
-            key = "L__self__"
-        elif key.startswith(_EXPORT_ROOT):
-            key = "L__self__" + key.removeprefix(_EXPORT_ROOT).removeprefix(".")
-        cleaned[key] = (path, kind)
-    return cleaned
 
 
 def emit(

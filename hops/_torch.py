@@ -14,7 +14,7 @@ import inspect
 import sys
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -31,6 +31,9 @@ from torch._subclasses.fake_tensor import (
     FakeTensor,
     FakeTensorMode,
 )
+from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.autograd import forward_ad
+from torch.fx import node as fx_node
 from torch.fx.experimental import proxy_tensor
 from torch.fx.experimental.proxy_tensor import (
     PreDispatchTorchFunctionMode,
@@ -43,6 +46,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 __all__ = [
     "CHECKPOINT_KEYWORDS",
+    "DETERMINISM_CHECKS",
     "DispatchKey",
     "FakeTensor",
     "FakeTensorMode",
@@ -53,10 +57,18 @@ __all__ = [
     "StockAutogradFunctionApply",
     "StockTagActivationCheckpoint",
     "SymbolicValues",
+    "TRANSFORMS",
+    "any_requires_grad",
+    "autocast_disabled",
     "below_autograd",
+    "functions_with_effects",
     "functorch_is_active",
     "modes_are_active",
     "set_grad_enabled",
+    "cache_earlier_output",
+    "forward_mode_is_active",
+    "post_dispatch_node",
+    "view_tracking_active",
     "without_torch_functions",
     "capture_on_this_thread",
     "checkpoint_function",
@@ -71,9 +83,12 @@ __all__ = [
     "is_data_dependence",
     "is_traceable_wrapper_subclass",
     "mark_saved_without_version_check",
+    "native_apply",
+    "native_call",
     "non_strict_tracing",
     "pre_dispatch_tracer",
     "proxy_tensor",
+    "recompile_submodules",
     "reenter_make_fx",
     "reentrant_by_default",
     "sac_context",
@@ -86,7 +101,10 @@ __all__ = [
     "tag_for_partitioner",
     "torch_checkpoint",
     "track_tensor_tree",
+    "transform_functions",
+    "transformed_tensor_requires_grad",
     "unbacked_symbols_bound",
+    "writes_profiler_marks",
 ]
 
 StockAutogradFunctionApply = stock_autograd_function.AutogradFunctionApply
@@ -103,6 +121,13 @@ class FUNCTIONALIZE:
     ``HigherOrderOperator.py_functionalize_impl`` registers together.
     """
 
+
+#: The transforms of ``torch.func`` under which an operator may be called.
+TRANSFORMS = (
+    torch._C._functorch.TransformType.Grad,
+    torch._C._functorch.TransformType.Jvp,
+    torch._C._functorch.TransformType.Vmap,
+)
 
 SYMBOLIC_TYPES = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
@@ -131,6 +156,10 @@ def _checkpoint_function() -> Any:
 #: form ``checkpoint(use_reentrant=False)(function)`` goes directly.
 checkpoint_function = _checkpoint_function()
 checkpoint_takes_tuples = checkpoint_function.__name__ != "checkpoint"
+#: What ``determinism_check`` may be.
+DETERMINISM_CHECKS: tuple[str, ...] = tuple(
+    getattr(torch_checkpoint, "_allowed_determinism_checks_to_fns", ("default", "none"))
+)
 
 #: The dispatch modes by which ``torch.utils.checkpoint`` carries out a
 #: selective policy: (forward, recompute).
@@ -151,6 +180,24 @@ def sac_context(is_recompute: bool, output: Any) -> Any:
             is_recompute=is_recompute, op_output=output
         )
     return torch_checkpoint.SelectiveCheckpointContext(is_recompute=is_recompute)
+
+
+def cache_earlier_output(
+    mode_reference: Any, operation: Any, index: int, output: torch.Tensor
+) -> bool:
+    """Let a selective region take ``output`` for the ``index``-th call of an operation that
+    it was to recompute.  False where this torch or this region cannot (before 2.10 the
+    mode keeps no such table; from 2.14 a region may hand what it keeps to the user's hooks).
+    """
+    mode = mode_reference()
+    placed = getattr(mode, "storage", {}).get(operation)
+    recomputed = getattr(torch_checkpoint, "_RECOMPUTE", None)
+    if not isinstance(placed, dict) or recomputed is None:
+        return False
+    if placed.get(index) is not recomputed or getattr(mode, "respect_saved_tensors_hooks", False):
+        return False
+    placed[index] = torch_checkpoint._VersionWrapper(output)
+    return True
 
 
 @functools.cache
@@ -225,19 +272,110 @@ def compiler_is_tracing() -> bool:
     return torch._C._get_dispatch_mode(key) is not None
 
 
+#: Operations that have a native function of the same arguments and one meaning.
+_ELEMENTWISE = frozenset(
+    """
+    abs.default add.Tensor bitwise_and.Tensor bitwise_not.default bitwise_or.Tensor ceil.default
+    clamp.default cos.default div.Tensor eq.Scalar eq.Tensor erf.default exp.default expm1.default
+    floor.default ge.Scalar ge.Tensor gt.Scalar gt.Tensor le.Scalar le.Tensor log.default
+    log1p.default logical_and.default logical_not.default logical_or.default lt.Scalar lt.Tensor
+    maximum.default minimum.default mul.Tensor ne.Scalar ne.Tensor neg.default
+    pow.Tensor_Scalar reciprocal.default relu.default round.default rsqrt.default rsub.Scalar
+    rsub.Tensor sigmoid.default sign.default sin.default sqrt.default square.default sub.Tensor
+    tanh.default where.self
+    """.split()
+)
+
+
+def native_call(operation: Any) -> Any:
+    """The native function that calling an operation comes down to, where it has one.
+
+    The functions of ``torch`` cost less than ``OpOverload``s, whose arguments go
+    through boxes; both end in the same entry of the dispatcher.
+    """
+    if type(operation) is not torch._ops.OpOverload:
+        return operation
+    namespace, _, name = str(operation).partition(".")
+    if namespace == "aten" and name in _ELEMENTWISE:
+        return getattr(torch._C._VariableFunctions, name.partition(".")[0])
+    return operation._op
+
+
+def native_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
+    """``function.apply`` for a Function without ``setup_context``, outside of torch.func.
+
+    Up to 2.13 ``apply`` is Python that costs as much as the native call inside.
+    """
+    if "apply" not in torch.autograd.Function.__dict__:
+        return function.apply
+    apply = super(torch.autograd.Function, function).apply  # type: ignore[misc]
+    unwrap_if_dead = torch._C._functorch.unwrap_if_dead
+
+    def apply_unwrapped(*args: Any) -> Any:
+        # What a finished transform left behind is not the tensor that autograd knows.
+        return apply(*[unwrap_if_dead(a) if isinstance(a, torch.Tensor) else a for a in args])
+
+    return apply_unwrapped
+
+
 below_autograd = torch._C._AutoDispatchBelowAutograd
+autocast_disabled = torch._C._DisableAutocast
+
+
+def post_dispatch_node(tensor: Any) -> Any:
+    """The node of a tensor in the trace that runs after dispatch, or None."""
+    mode = _post_dispatch_proxy_mode()
+    if mode is None:
+        return None
+    if isinstance(tensor, FunctionalTensor):
+        tensor = torch._from_functional_tensor(tensor.elem)
+    slot = proxy_tensor.get_proxy_slot(tensor, mode.tracer, None)
+    return None if slot is None else slot.proxy.node
+
+
+def view_tracking_active() -> Any:
+    """Below autograd: views share the version counter of their base, as above it."""
+    return torch._C._SetExcludeDispatchKeyGuard(DispatchKey.ADInplaceOrView, False)
+
+
+def forward_mode_is_active() -> bool:
+    """Whether a forward-mode AD level is entered on this thread."""
+    return forward_ad._current_level >= 0
+
+
 without_torch_functions = torch._C.DisableTorchFunction
 set_grad_enabled = torch._C._set_grad_enabled
 functorch_is_active = torch._C._are_functorch_transforms_active
 
 
+def transformed_tensor_requires_grad(tensor: Any) -> bool:
+    """Whether a tensor that transforms of ``torch.func`` may have wrapped is differentiated,
+    by a transform or by the autograd outside of all of them."""
+    functorch = torch._C._functorch
+    while isinstance(tensor, torch.Tensor):
+        if tensor.requires_grad or functorch.is_gradtrackingtensor(tensor):
+            return True
+        if not functorch.is_functorch_wrapped_tensor(tensor):
+            break
+        tensor = functorch.get_unwrapped(tensor)
+    return False
+
+
+_len_dispatch_modes = torch._C._len_torch_dispatch_stack
+_function_mode_is_enabled = torch._C._is_torch_function_mode_enabled
+
+
 def modes_are_active() -> bool:
     """Whether a dispatch mode, a function mode or a torch.func transform sees the next call."""
-    return bool(
-        torch._C._len_torch_dispatch_stack()
-        or torch._C._are_functorch_transforms_active()
-        or torch._C._is_torch_function_mode_enabled()
-    )
+    return _len_dispatch_modes() > 0 or functorch_is_active() or _function_mode_is_enabled()
+
+
+def _any_requires_grad(*values: Any) -> bool:
+    return any(isinstance(v, torch.Tensor) and v.requires_grad for v in values)
+
+
+#: Native on newer torch.
+any_requires_grad = getattr(torch._C, "_any_requires_grad", _any_requires_grad)
 
 
 class set_grad_enabled_silently:
@@ -257,6 +395,13 @@ class set_grad_enabled_silently:
             torch._C._set_grad_enabled(self.enabled)
 
     def __exit__(self, *exc_info: object) -> None:
+        try:
+            self._restore()
+        except BaseException:  # an interrupt in the middle of restoring
+            self._restore()
+            raise
+
+    def _restore(self) -> None:
         with torch._C.DisableTorchFunction():
             torch._C._set_grad_enabled(self.before)
 
@@ -358,6 +503,19 @@ def _has_unbacked_symbols(expression: Any) -> bool:
     return bool(free_unbacked_symbols(expression))
 
 
+def functions_with_effects() -> set[Any]:
+    """The functions that fx never takes for dead code."""
+    return fx_node._side_effectful_functions
+
+
+def transform_functions() -> list[Any]:
+    """Functions by which torch records a transform (``vmap``) in a pre-dispatch graph
+    and which give nothing that another node would use; none before 2.9."""
+    predispatch = getattr(torch._functorch, "predispatch", None)
+    names = ("_vmap_increment_nesting", "_vmap_decrement_nesting", "lazy_load_decompositions")
+    return [getattr(predispatch, name) for name in names if hasattr(predispatch, name)]
+
+
 def statically_known_true(condition: Any) -> bool:
     """``symbolic_shapes.statically_known_true``, whose module is too heavy to import early."""
     if isinstance(condition, bool):
@@ -370,17 +528,32 @@ def statically_known_true(condition: Any) -> bool:
 _tag_implementation = getattr(stock_wrap, "tag_activation_checkpoint_impl", None)
 
 
-def tag_for_partitioner(body: Any, *operands: Any, **options: Any) -> Any:
-    """Run a checkpoint body under AOTAutograd, as stock torch does.
+def tag_for_partitioner(body: Any, context_fn: Any, *operands: Any, **options: Any) -> Any:
+    """Run a checkpoint body under AOTAutograd, with a policy or None, as stock torch does.
 
     The nodes that it records carry ``recompute`` and ``ac_graph_id``; how
     they get them changed in 2.10 (from tags on the body to a dispatch mode),
     so this calls the installed torch's own code.
     """
     options = {k: v for k, v in options.items() if k in CHECKPOINT_KEYWORDS}
+    if context_fn is not None:
+        body.meta["_checkpoint_context_fn"] = context_fn
     if _tag_implementation is not None:
         return _tag_implementation(body, *operands, **options)
     return _stock_tag_call(stock_tag_activation_checkpoint, body, *operands, **options)
+
+
+def recompile_submodules(module: torch.fx.GraphModule) -> None:
+    """What recompiling a GraphModule does to the ones inside it (2.13 on)."""
+    recompile = getattr(module, "_recompile_submodules", None)
+    if recompile is not None:
+        recompile()
+
+
+def writes_profiler_marks() -> bool:
+    """Whether generated code holds marks for the profiler, made from more than its graph."""
+    config = getattr(torch.fx.experimental, "_config", None)
+    return bool(getattr(config, "enrich_profiler_metadata", False))
 
 
 _get_proxies = getattr(proxy_tensor, "_get_proxies", None)

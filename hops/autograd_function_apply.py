@@ -3,8 +3,10 @@
     autograd_function_apply(fwd, bwd, *operands, name=..., num_outputs=..., ...)
 
 ``fwd(*operands)`` gives the outputs of the Function and then the values saved
-for its backward, as one flat tuple; ``bwd(*grad_outputs, *saved)`` gives one
-gradient or None for each operand.  Keywords of this, the ATen form:
+for its backward, as one flat tuple; ``bwd(*grad_outputs, *saved)`` takes one
+gradient for each output that is a tensor (a file of torch.export cannot hold a
+body with an input that is no value), and gives one gradient or None for each
+operand.  Keywords of this, the ATen form:
 
 ``name``
     module-qualified name of the Function.
@@ -51,22 +53,8 @@ from hops._torch import (
     set_grad_enabled,
     stock_autograd_function_apply,
 )
-from hops.errors import OperatorCallError, ReplayError
-
-_ORDER = (
-    "name",
-    "num_outputs",
-    "num_inputs",
-    "non_differentiable_idx",
-    "dirty_idx",
-    "saved_for_backward_idx",
-    "materialize_grads",
-    "needs_input_grad",
-    "once_differentiable",
-    "no_backward",
-)
-
-KEYWORDS = frozenset(_ORDER) | {"args_tensor_mask"}
+from hops._validation import FUNCTION_KEYWORDS, check_function_call, is_checked
+from hops.errors import ReplayError
 
 #: Installed by ``dispatch_rules.autograd``; called directly where nothing but
 #: autograd looks at the call, since dispatch through Python costs more than a
@@ -80,61 +68,30 @@ class AutogradFunctionApply(StockAutogradFunctionApply):
     """See the module's documentation.
 
     Raises:
-        OperatorCallError: bodies that are not GraphModules, a number of
-            operands that does not fit the forward body, an unknown keyword.
+        OperatorCallError: bodies, operands or keywords that do not fit together
+            (``hops._validation``).
     """
 
     def __call__(self, fwd: Any, bwd: Any, *operands: Any, **options: Any) -> Any:
         if _plain_rule is not None and nothing_but_autograd(operands):
-            if not (takes(fwd, len(operands)) and options.keys() <= KEYWORDS):
-                validate(fwd, bwd, operands, options)
-            return _plain_rule(fwd, bwd, *operands, **options)
-        validate(fwd, bwd, operands, options)
+            return _plain_rule(fwd, bwd, operands, options)
+        if not is_checked(fwd, bwd, len(operands), options):
+            check_function_call(fwd, bwd, operands, options)
         return super(StockAutogradFunctionApply, self).__call__(fwd, bwd, *operands, **options)
 
 
 autograd_function_apply = stock_autograd_function_apply
 
 
-def takes(body: Any, num_operands: int) -> bool:
-    """A quick look whether a body takes that many operands: False may mean unknown."""
-    code = getattr(getattr(type(body), "forward", None), "__code__", None)
-    return code is not None and code.co_argcount == num_operands + 1
-
-
 def nothing_but_autograd(operands: Sequence[Any]) -> bool:
     """Whether a call on ``operands`` meets no mode, transform or tensor subclass."""
-    return not modes_are_active() and all(type(operand) in _PLAIN_TYPES for operand in operands)
-
-
-def validate(fwd: Any, bwd: Any, operands: Sequence[Any], options: dict[str, Any]) -> None:
-    bodies = {k: v for k, v in options.items() if k.startswith("bwd_without_")}
-    for label, body in [("fwd", fwd), ("bwd", bwd), *bodies.items()]:
-        if not isinstance(body, fx.GraphModule):
-            raise OperatorCallError(
-                f"autograd_function_apply: {label} must be a torch.fx.GraphModule, got "
-                f"{type(body).__name__}. Trace the callable first, "
-                "for example with torch.fx.experimental.proxy_tensor.make_fx."
-            )
-    unknown = sorted(set(options) - KEYWORDS - set(bodies))
-    if unknown:
-        raise OperatorCallError(
-            f"autograd_function_apply: unknown keyword {unknown[0]!r}; known are "
-            f"{', '.join(sorted(KEYWORDS))} and bwd_without_*"
-        )
-    expected = len(fwd.graph.find_nodes(op="placeholder"))
-    given = len(operands) + ("args_tensor_mask" in options)
-    if expected != given:
-        raise OperatorCallError(
-            f"autograd_function_apply({options.get('name', '')}): the forward body takes "
-            f"{expected} operands, got {given}"
-        )
+    return _PLAIN_TYPES.issuperset(map(type, operands)) and not modes_are_active()
 
 
 def node_options(options: dict[str, Any]) -> dict[str, Any]:
     """The keywords of a node in ATen form, in their order; empty lists are left
     out, since torch.export cannot tell what they are lists of."""
-    order = [k for k in _ORDER if k in options]
+    order = [k for k in FUNCTION_KEYWORDS if k in options]
     order += sorted(k for k in options if k.startswith("bwd_without_"))
     return {k: options[k] for k in order if options[k] != []}
 
@@ -148,11 +105,15 @@ class CallForm:
         forward: ``(operands) -> (outputs, saved)``, outputs a list of slots.
         backward: ``(gradients, saved) -> gradients of the operands``.
         single: the operator gives its one output itself, not a tuple.
+        tensor_slots: the outputs that are tensors, once :attr:`forward` has run;
+            None in a form whose backward takes a gradient for every output.
+        apply: ``apply`` of the Function that autograd records, set by the Autograd rule.
+        marks: the user said something of outputs or gradients on ``ctx``.
     """
 
     __slots__ = (
         "name", "num_inputs", "fwd", "bwd", "options", "num_outputs", "single",
-        "saved_for_backward", "materialize_grads", "run",
+        "saved_for_backward", "materialize_grads", "run", "tensor_slots", "marks", "apply",
     )  # fmt: skip
 
     def __init__(self, fwd: Any, bwd: Any, operands: Sequence[Any], options: dict[str, Any]):
@@ -162,9 +123,14 @@ class CallForm:
         self.name = options.get("name", "autograd_function_apply")
         self.num_outputs = options.get("num_outputs")
         self.single = False
+        self.apply: Any = None
         self.run = run_body
+        self.tensor_slots: list[int] | None = None
         self.saved_for_backward = options.get("saved_for_backward_idx", ())
         self.materialize_grads = options.get("materialize_grads", True)
+        self.marks = not self.materialize_grads or any(
+            options.get(k) for k in ("non_differentiable_idx", "dirty_idx")
+        )
         mask = options.get("args_tensor_mask")
         if mask is not None:
             self.num_inputs = sum(mask)
@@ -174,7 +140,9 @@ class CallForm:
     def forward(self, operands: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
         if self.num_outputs is not None:
             values = self.run(self.fwd, operands)
-            return values[: self.num_outputs], values[self.num_outputs :]
+            outputs = values[: self.num_outputs]
+            self.tensor_slots = tensor_slots(outputs)
+            return outputs, values[self.num_outputs :]
         if "args_tensor_mask" in self.options:
             output, saved = self.run(self.fwd, (None, *operands))
         else:
@@ -186,11 +154,18 @@ class CallForm:
         body = self.bwd
         if not self.materialize_grads:
             body = self._backward_for(gradients)
+        gradients = self.of_tensors(gradients)
         if "args_tensor_mask" in self.options:
             result = self.run(body, (None, *gradients, *saved))
         else:
             result = self.run(body, (*gradients, *saved))
         return result if isinstance(result, (tuple, list)) else (result,)
+
+    def of_tensors(self, gradients: Sequence[Any]) -> Sequence[Any]:
+        """Of one gradient for each output, those that the backward body takes."""
+        if self.tensor_slots is None or len(self.tensor_slots) == len(gradients):
+            return gradients
+        return [gradients[i] for i in self.tensor_slots]
 
     def _backward_for(self, gradients: Sequence[Any]) -> Any:
         never = set(self.options.get("non_differentiable_idx", ()))
@@ -215,6 +190,11 @@ class CallForm:
         return outputs[0] if self.single else tuple(outputs)
 
 
+def tensor_slots(outputs: Sequence[Any]) -> list[int]:
+    """Positions of the outputs that are tensors, which alone have a gradient."""
+    return [i for i, v in enumerate(outputs) if isinstance(v, torch.Tensor)]
+
+
 def _differentiable(node: Any) -> bool:
     value = node.meta.get("val") if isinstance(node, fx.Node) else None
     if not isinstance(value, torch.Tensor):
@@ -229,6 +209,9 @@ def run_body(body: fx.GraphModule, arguments: Sequence[Any]) -> Any:
         return MarkingInterpreter(body).run(*arguments)
     return body.forward(*arguments)
 
+
+#: Where in ``node.meta["custom"]`` the decisions of a selective policy are (``hops._decisions``).
+MARK = "checkpoint_policy"
 
 _MARKS = ("partitioner_tag", "autograd_backward", "grad_fn_seq_nr", "in_grad_fn")
 
@@ -247,12 +230,19 @@ class MarkingInterpreter(fx.Interpreter):
         self._marks = {name: around[name] for name in _MARKS if name in around}
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
-        fx.traceback.current_meta.update(self._marks)
+        self._mark()
         return super().call_function(target, args, kwargs)
 
     def call_method(self, target: Any, args: Any, kwargs: Any) -> Any:
-        fx.traceback.current_meta.update(self._marks)
+        self._mark()
         return super().call_method(target, args, kwargs)
+
+    def _mark(self) -> None:
+        current = fx.traceback.current_meta
+        current.update(self._marks)
+        if MARK in (current.get("custom") or {}):
+            # Decisions are for the body that they are written in.
+            current["custom"] = {k: v for k, v in current["custom"].items() if k != MARK}
 
 
 class BodyInterpreter(MarkingInterpreter):

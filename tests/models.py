@@ -6,6 +6,8 @@ forward, so that a lost backward shows in the gradients.
 
 from __future__ import annotations
 
+import re
+
 import torch
 from torch.utils.checkpoint import checkpoint
 
@@ -96,3 +98,14 @@ def operators(module):
             for argument in node.args[:1]:
                 names += operators(getattr(module, argument.target))
     return names
+
+
+def text(graph_module):
+    """The printed graph without comments, blank lines and the order of placeholders."""
+    printed = graph_module.print_readable(print_output=False)
+    printed = re.sub(r"#.*|;  [\w =]+ = None", "", printed)
+    printed = re.sub(r"class .*\(torch\.nn\.Module\):", "class body:", printed, count=1)
+    lines = [line.rstrip() for line in printed.split("\n") if line.strip()]
+    head = re.match(r"(\s+def forward\(self, )(.*)\):", lines[1])
+    lines[1] = head[1] + ", ".join(sorted(re.split(r", (?=\w+:|\w+$)", head[2]))) + "):"
+    return "\n".join(lines)

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch._C import DispatchKey
+from torch._C._functorch import TransformType
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode, make_fx
 from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
@@ -20,6 +21,9 @@ KEYS = (
     FUNCTIONALIZE,
     _CachingTorchDispatchMode,
     _CachedTorchDispatchMode,
+    TransformType.Grad,
+    TransformType.Jvp,
+    TransformType.Vmap,
 )
 
 
@@ -30,6 +34,8 @@ def test_each_operator_has_a_rule_under_each_key(name, key):
     operator = getattr(torch.ops.higher_order, name)
     if isinstance(key, DispatchKey):
         assert operator.py_kernels[key] is TABLE[name][key]
+    elif isinstance(key, TransformType):
+        assert operator.functorch_table[key] is TABLE[name][key]
     elif key is not FUNCTIONALIZE:
         assert operator.python_key_table[key] is TABLE[name][key]
 

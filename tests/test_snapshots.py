@@ -9,19 +9,9 @@ import re
 
 import torch
 from expecttest import TestCase
-from models import CheckpointModel, FunctionModel, Scale
+from models import CheckpointModel, FunctionModel, Scale, text
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
-
-
-def text(graph_module):
-    printed = graph_module.print_readable(print_output=False)
-    printed = re.sub(r"#.*|;  [\w =]+ = None", "", printed)
-    printed = re.sub(r"class .*\(torch\.nn\.Module\):", "class body:", printed, count=1)
-    lines = [line.rstrip() for line in printed.split("\n") if line.strip()]
-    head = re.match(r"(\s+def forward\(self, )(.*)\):", lines[1])
-    lines[1] = head[1] + ", ".join(sorted(re.split(r", (?=\w+:|\w+$)", head[2]))) + "):"
-    return "\n".join(lines)
 
 
 def exported(model, strict):

@@ -492,6 +492,21 @@ def symint_closure():
     return model(forward), (tensor(),)
 
 
+@case(dynamic=True)
+def items_in_and_out():
+    def forward(self, x):
+        largest = x.detach().abs().max().item()
+
+        def region(x):
+            y = self.other(x) / largest
+            return y, y.sum().item()
+
+        y, total = checkpoint(region, x, use_reentrant=False)
+        return y * total
+
+    return model(forward), (tensor(),)
+
+
 @case(dynamic=True, compiled=True)
 def dynamic_shapes():
     def forward(self, x):
@@ -938,6 +953,50 @@ def autocast_off_inside():
 
 
 @case()
+def autocast_around_nested_regions():
+    def forward(self, x):
+        def region(x):
+            y = checkpoint(self.block, x, use_reentrant=False)
+            with torch.autocast("cpu", enabled=False):
+                y = checkpoint(self.other, y.float(), use_reentrant=False)
+            return y * self.scale
+
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            y = checkpoint(region, x, use_reentrant=False)
+        with torch.no_grad():
+            shift = y.mean()
+        return self.other(y.float()) - shift
+
+    return model(forward), (tensor(),)
+
+
+@case()
+def autocast_around_a_function_in_a_region():
+    def forward(self, x):
+        def region(x):
+            return _Cast.apply(self.other(x), self.other.weight) * self.scale
+
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return checkpoint(region, x, use_reentrant=False)
+
+    return model(forward), (tensor(),)
+
+
+class _Cast(torch.autograd.Function):
+    @staticmethod
+    @torch.amp.custom_fwd(device_type="cpu")
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        return x @ weight
+
+    @staticmethod
+    @torch.amp.custom_bwd(device_type="cpu")
+    def backward(ctx, grad):
+        x, weight = ctx.saved_tensors
+        return (grad @ weight.T) * 2, x.T @ grad
+
+
+@case()
 def in_place_on_intermediate():
     def forward(self, x):
         def region(x):
@@ -1194,7 +1253,10 @@ def region_inside_vmap():
     return model(forward), (tensor(grad=False),)
 
 
-@case(regions=1)
+# Traced on real tensors scan gives fake ones, in stock torch too.
+@case(
+    regions=1, stock_fails=frozenset({f"make_fx-{r}" for r in ("module", "deepcopy", "reexport")})
+)
 def region_inside_scan():
     from torch._higher_order_ops.scan import scan
 
@@ -1341,6 +1403,31 @@ def attention_dropout():
         )
 
     return model(forward), (tensor(2, BATCH, WIDTH),)
+
+
+@case()
+def random_numbers_that_nothing_uses():
+    def forward(self, x):
+        def region(x):
+            torch.rand_like(x)
+            return nn.functional.dropout(self.other(x), 0.5)
+
+        y = checkpoint(region, x, use_reentrant=False)
+        return nn.functional.dropout(y, 0.5)
+
+    return model(forward), (tensor(),)
+
+
+@case(regions=2)
+def output_that_nothing_uses():
+    def forward(self, x):
+        def region(x):
+            checkpoint(nn.functional.dropout, self.norm(x), use_reentrant=False)
+            return nn.functional.dropout(self.other(x), 0.5)
+
+        return checkpoint(region, x, use_reentrant=False)
+
+    return model(forward, norm=nn.BatchNorm1d(WIDTH)), (tensor(),)
 
 
 @case()

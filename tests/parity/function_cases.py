@@ -853,6 +853,54 @@ def custom_fwd_that_casts_inputs():
     return Model(body, matrix=nn.Parameter(torch.rand(3, 3))), (tensor(),)
 
 
+@case(aot=True)
+def backward_outside_of_the_autocast_of_its_forward():
+    class Typed(Function):
+        @staticmethod
+        def forward(ctx, x, weight):
+            ctx.save_for_backward(x, weight)
+            return x @ weight
+
+        @staticmethod
+        def backward(ctx, grad):
+            x, weight = ctx.saved_tensors
+            # In bfloat16 only where autocast were still on.
+            product = weight @ weight
+            wide = product.dtype is torch.float32
+            return grad.float() @ product * (2 if wide else 3), x.T @ grad.float()
+
+    def body(self, x):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            y = Typed.apply(x * self.weight, self.matrix)
+        return y.float().sin() * self.weight
+
+    return Model(body, matrix=nn.Parameter(torch.rand(3, 3))), (tensor(),)
+
+
+@case(calls=2)
+def nested_in_a_model_with_no_grad_and_autocast_elsewhere():
+    class Outer(Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.save_for_backward(x)
+            with torch.enable_grad():
+                return Triple.apply(x.detach().requires_grad_()).sin()
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad * ctx.saved_tensors[0] * 2
+
+    def body(self, x):
+        y = Outer.apply(x * self.weight)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            z = x @ self.matrix
+        with torch.no_grad():
+            shift = y.mean()
+        return z.float() + y - shift
+
+    return Model(body, matrix=nn.Parameter(torch.rand(3, 3))), (tensor(),)
+
+
 @case(refusal="Triple")
 def hook_on_an_output():
     def body(self, x):
@@ -2396,6 +2444,25 @@ def an_item_on_ctx():
             return grad * ctx.scale
 
     return Model(lambda self, x: Normal.apply(x * self.weight)), (tensor(),)
+
+
+@case()
+def items_as_argument_and_output():
+    class Scale(Function):
+        @staticmethod
+        def forward(ctx, x, factor):
+            ctx.factor = factor
+            return x * factor, (x * x).sum().item()
+
+        @staticmethod
+        def backward(ctx, grad, _):
+            return grad * ctx.factor * 2, None
+
+    def body(self, x):
+        y, total = Scale.apply(x * self.weight, x.abs().max().item())
+        return y / total
+
+    return Model(body), (tensor(),)
 
 
 # ------------------------------------------------------------------------------------------ State
