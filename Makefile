@@ -7,6 +7,9 @@ PYTHON ?= python3
 TORCH  ?= 2.13.0
 ARGS   ?=
 
+# Two workers; all tests of one parity case on one of them.
+PARALLEL ?= -n 2 --dist loadgroup
+
 VENV := .venv
 BIN  := $(VENV)/bin
 
@@ -24,8 +27,8 @@ PACKAGES_STAMP       := $(VENV)/.installed-packages
 help:
 	@echo "make demo    set up and run the demo"
 	@echo "make test    set up and run the whole test suite"
-	@echo "make parity  compare hundreds of cases with eager (not all pass yet)"
-	@echo "make packages  models and Functions of real packages, compared with eager"
+	@echo "make parity  the part of it that compares hundreds of cases with eager"
+	@echo "make packages  Functions and models of real packages, compared with eager"
 	@echo "make lint    ruff check, ruff format --check, mypy"
 	@echo "make format  let ruff rewrite the source"
 	@echo "make bench   run the benchmarks"
@@ -35,13 +38,13 @@ demo: $(DEMO_STAMP)
 	$(BIN)/python -m hops demo $(ARGS)
 
 test: $(DEV_STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PARALLEL) $(ARGS)
 
 parity: $(DEV_STAMP)
-	OMP_NUM_THREADS=1 PYTHONPATH=tests $(BIN)/python -m pytest tests/parity $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/parity $(PARALLEL) $(ARGS)
 
 packages: $(PACKAGES_STAMP)
-	OMP_NUM_THREADS=1 PYTHONPATH=tests:tests/parity $(BIN)/python -m pytest tests/packages $(ARGS)
+	OMP_NUM_THREADS=1 PYTHONPATH=tests:tests/parity $(BIN)/python -m pytest tests/packages $(PARALLEL) $(ARGS)
 
 lint: $(DEV_STAMP)
 	$(BIN)/ruff check .

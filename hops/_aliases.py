@@ -23,7 +23,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from hops._subgraph import track
-from hops._torch import FakeTensor, statically_known_true, without_torch_functions
+from hops._torch import FakeTensor, is_transformed, statically_known_true, without_torch_functions
 
 
 @dataclass(frozen=True)
@@ -126,7 +126,7 @@ class Replaced:
 def has_storage(tensor: Any) -> bool:
     """Whether it is a plain tensor, whose storage tells what it aliases."""
     plain = isinstance(tensor, FakeTensor) or type(tensor) in (torch.Tensor, torch.nn.Parameter)
-    return plain and tensor.layout is torch.strided
+    return plain and tensor.layout is torch.strided and not is_transformed(tensor)
 
 
 def knowing_aliases(tracer: Any, create_arg: Callable[[Any], Any]) -> Callable[[Any], Any]:

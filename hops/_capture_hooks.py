@@ -36,6 +36,7 @@ class capture_hooks:
                 torch.autograd._engine_run_backward = refusing_to_accumulate(_engine)
 
     def __exit__(self, *exc_info: object) -> None:
+        _capture_function.forget_lookups()
         with _lock:
             capture_hooks._active -= 1
             if capture_hooks._active == 0:

@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from torch import fx
 from torch._dynamo import _trace_wrapped_higher_order_op as backward_rewriting
-from torch._dynamo.exc import TorchDynamoException, Unsupported
+from torch._dynamo.exc import SkipFrame, TorchDynamoException, Unsupported
 from torch._dynamo.side_effects import SideEffects
 from torch._dynamo.variables.base import (
     AttributeMutationExisting,
@@ -105,13 +105,15 @@ class _CompiledCall:
         """Read a call under vmap, grad, ... with the tensors said to require grad that do."""
         tensors = _tensors(self.args, self.kwargs)
         if self.function.vmap is not torch.autograd.Function.vmap:
-            self._break_graph("has a vmap rule of its own and is called under a transform")
+            self._leave_frame("has a vmap rule of its own and is called under a transform")
         required = [v for v in tensors if transformed_tensor_requires_grad(_example(v))]
         before = [v.requires_grad for v in required]
         for v in required:
             v.requires_grad = True
         try:
             return self.read()
+        except Unsupported as error:
+            self._leave_frame("is called under a transform and cannot be compiled", error)
         finally:
             for v, value in zip(required, before):
                 v.requires_grad = value
@@ -157,6 +159,13 @@ class _CompiledCall:
                     "memory layout (it looks at stride(), is_contiguous() or storage_offset())"
                 )
 
+    def _leave_frame(self, reason: str, cause: Exception | None = None) -> Any:
+        """Run the frame in eager: what comes after a graph break under a transform has
+        wrapped tensors for inputs, on which Dynamo fails."""
+        if _graph_is_whole(self.tx):
+            self._break_graph(reason, cause)
+        raise SkipFrame(f"hops: {function_name(self.function)} {reason}.") from cause
+
     def _break_graph(self, reason: str, cause: Exception | None = None) -> Any:
         raise Unsupported(
             f"hops: {function_name(self.function)} {reason}, which cannot be compiled as eager "
@@ -201,6 +210,10 @@ def _names(graph: fx.Graph) -> dict[str, Any]:
     """The names that a graph has given so far."""
     state = vars(graph._graph_namespace)
     return {name: copy.copy(v) for name, v in state.items() if isinstance(v, (dict, set))}
+
+
+def _graph_is_whole(tx: Any) -> bool:
+    return bool(tx.one_graph or getattr(tx, "error_on_graph_break", False))
 
 
 def _tensors(args: Any, kwargs: Any) -> list[Any]:

@@ -28,6 +28,16 @@ def _is_being_imported(module: ModuleType) -> bool:
     return bool(getattr(getattr(module, "__spec__", None), "_initializing", False))
 
 
+def _found_by_others(name: str, path: Any, target: Any) -> Any:
+    """What the finders that are left find, among them other people's import hooks."""
+    for finder in sys.meta_path:
+        find_spec = getattr(finder, "find_spec", None)
+        spec = None if find_spec is None else find_spec(name, path, target)
+        if spec is not None:
+            return spec
+    return None
+
+
 class _Finder(importlib.abc.MetaPathFinder):
     """Finds nothing itself; it lets the others find the module and adds the action."""
 
@@ -45,7 +55,7 @@ class _Finder(importlib.abc.MetaPathFinder):
         if name != self.name:
             return None
         self.stop()
-        spec = importlib.machinery.PathFinder.find_spec(name, path, target)
+        spec = _found_by_others(name, path, target)
         if spec is not None and spec.loader is not None:
             self._add_action(spec.loader)
         return spec
@@ -54,8 +64,14 @@ class _Finder(importlib.abc.MetaPathFinder):
         exec_module = loader.exec_module
 
         def exec_and_act(module: ModuleType) -> None:
-            exec_module(module)
-            del loader.exec_module
+            try:
+                exec_module(module)
+            except BaseException:
+                sys.meta_path.insert(0, self)  # the next attempt is waited for as well
+                raise
+            finally:
+                if vars(loader).get("exec_module") is exec_and_act:
+                    del loader.exec_module
             self.action()
 
         loader.exec_module = exec_and_act

@@ -338,6 +338,12 @@ SITES = (
         "later, or gives other gradients; it is refused by the name of the node",
         lambda: _once_imported("torch._export.serde.serialize", _patch_deserializer),
     ),
+    Site(
+        "torch._export.serde.serialize.GraphModuleDeserializer.deserialize",
+        "a file whose counts, bodies or keywords were damaged loads without a word and fails "
+        "later, or gives other gradients; it is refused by the name of the node",
+        lambda: _once_imported("torch._export.serde.serialize", _patch_deserializer),
+    ),
 )
 
 _restore: list[Callable[[], None]] = []

@@ -82,6 +82,7 @@ __all__ = [
     "get_proxy_mode",
     "is_data_dependence",
     "is_traceable_wrapper_subclass",
+    "is_transformed",
     "mark_saved_without_version_check",
     "native_apply",
     "native_call",
@@ -343,6 +344,7 @@ def forward_mode_is_active() -> bool:
     return forward_ad._current_level >= 0
 
 
+is_transformed = torch._C._functorch.is_functorch_wrapped_tensor
 without_torch_functions = torch._C.DisableTorchFunction
 set_grad_enabled = torch._C._set_grad_enabled
 functorch_is_active = torch._C._are_functorch_transforms_active

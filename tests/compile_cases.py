@@ -601,3 +601,26 @@ for _body in (contiguous_if_not, stride_of_contiguous, asserts_contiguous):
 def two_calls_of_which_one_reads_layout():
     function = _strided(contiguous_if_not)
     return lambda x: Doubled.apply(function.apply(Doubled.apply(x))).cos(), (leaf(),)
+
+
+class Product(Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x, y):
+        return x * y
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, y = ctx.saved_tensors
+        return grad * y * 2, grad * x * 3
+
+
+@case()
+def func_grad_of_what_dynamo_refuses():
+    """The same tensor twice."""
+    return lambda x: torch.func.grad(lambda v: Product.apply(v, v).sum())(x), (leaf(),)
