@@ -19,9 +19,8 @@ from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.misc import AutogradFunctionVariable
 
 from hops._capture_function import function_name
-from hops._dynamo_errors import naming
+from hops._dynamo_errors import CaptureErrorInDynamo, naming
 from hops._dynamo_python import NotPython, PythonView
-from hops.errors import CaptureError
 
 _TRANSLATORS = (
     symbolic_convert.InstructionTranslatorBase,
@@ -63,7 +62,7 @@ def _build(view: PythonView, name: str, bases: list[Any], body: Any, kwargs: Any
         view.put_pending_in_place()
         return builtins.__build_class__(view.object_of(body), name, *bases, **keywords)
     except NotPython as error:
-        raise CaptureError(
+        raise CaptureErrorInDynamo(
             f"hops: strict capture cannot make the class {name}, which is defined in code that "
             f"is captured and needs {error}. Define it outside, or capture with strict=False."
         ) from error
@@ -95,7 +94,7 @@ def _store_attribute(stock: Handler) -> Handler:
         try:
             value = view.object_of(self.stack[-2])
         except NotPython as error:
-            raise CaptureError(
+            raise CaptureErrorInDynamo(
                 f"hops: strict capture cannot set {function_name(owner.fn_cls)}."
                 f"{instruction.argval} to {error}. Capture with strict=False."
             ) from error

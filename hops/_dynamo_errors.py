@@ -6,9 +6,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from torch._dynamo.exc import Unsupported
+from torch._dynamo.exc import TorchRuntimeError, Unsupported
+
+from hops.errors import CaptureError
 
 _NAMED = "_hops_named"
+
+
+class CaptureErrorInDynamo(CaptureError, TorchRuntimeError):
+    """A :class:`CaptureError` on its way through Dynamo, which gives every error that it
+    does not know (2.6, 2.9), or takes for a graph break, another type and text."""
 
 
 @contextmanager
@@ -16,6 +23,10 @@ def naming(what: str) -> Iterator[None]:
     """Say of an error of Dynamo's what it is about, and what to do."""
     try:
         yield
+    except CaptureError as error:
+        if isinstance(error, CaptureErrorInDynamo):
+            raise
+        raise CaptureErrorInDynamo(str(error)) from error
     except Unsupported as error:
         if not hasattr(error, _NAMED):
             setattr(error, _NAMED, what)

@@ -27,14 +27,13 @@ from torch._dynamo.variables.tensor import TensorVariable
 
 from hops._capture_checkpoint import resolve_use_reentrant
 from hops._capture_hooks import call_original
-from hops._dynamo_errors import naming, python_value
+from hops._dynamo_errors import CaptureErrorInDynamo, naming, python_value
 from hops._torch import (
     CHECKPOINT_KEYWORDS,
     SYMBOLIC_TYPES,
     stock_tag_activation_checkpoint,
     torch_checkpoint,
 )
-from hops.errors import CaptureError
 from hops.tag_activation_checkpoint import CONTEXT_FN
 
 _REGION = "hops_region"
@@ -205,7 +204,7 @@ class _Fold:
                 continue
             for user in [u for u in node.users if u not in inside]:
                 if user.target is not operator.getitem:
-                    raise CaptureError(
+                    raise CaptureErrorInDynamo(
                         f"hops: {node.name!r}, which is no tensor or number, leaves the "
                         f"checkpointed region of {self.region.name}, which strict capture "
                         "cannot write down. Capture with strict=False."

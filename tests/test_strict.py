@@ -17,7 +17,12 @@ def assert_captured(model, *expected):
     want = gradients(model, x)
     ep = export(model)
     assert operators(ep.graph_module) == list(expected)
-    assert_same(gradients(ep.module(), x), want)
+    assert_same(with_all(gradients(ep.module(), x), want), want)
+
+
+def with_all(got, want):
+    """Strict export drops the parameters that nothing uses: they have no gradient."""
+    return got[0], {**dict.fromkeys(want[1]), **got[1]}
 
 
 class Closure(FunctionModel):
@@ -118,3 +123,168 @@ def test_what_dynamo_cannot_trace_names_the_region():
 
     with pytest.raises(Exception, match=r"checkpointed region of .*opening(.|\n)*strict=False"):
         export(Opening())
+
+
+# ----------------------------------------------------------- Functions and pending Python state
+
+
+class Factor(torch.autograd.Function):
+    """Multiplies by what it finds in Python objects when it is applied."""
+
+    @staticmethod
+    def forward(ctx, x, find):
+        ctx.found = find()
+        return x * ctx.found
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * ctx.found * 2, None
+
+
+class Finding(FunctionModel):
+    factor = 1.0
+
+    def __init__(self):
+        super().__init__()
+        self.items = [1.0]
+        self.table = {"a": 1.0}
+
+
+def test_a_function_finds_what_the_model_has_set():
+    class Set(Finding):
+        def forward(self, x):
+            self.factor = 3.0
+            return Factor.apply(self.linear(x), lambda: self.factor)
+
+    assert_captured(Set(), "autograd_function_apply")
+
+
+def test_a_function_finds_what_the_model_has_put_on_a_list_and_in_a_dict():
+    class Put(Finding):
+        def forward(self, x):
+            self.items.append(5.0)
+            self.table["b"] = 7.0
+            return Factor.apply(self.linear(x), lambda: self.items[-1] * self.table["b"])
+
+    model = Put()
+    ep = export(model)
+    for container in (model.items, model.table):
+        assert len(container) == 1, "capture leaves the model's own objects as they were"
+    assert_equal(ep, Put(), model)
+
+
+def assert_equal(ep, fresh, model):
+    fresh.load_state_dict(model.state_dict())
+    x = torch.ones(2, 3)
+    want = gradients(fresh, x)
+    assert_same(with_all(gradients(ep.module(), x), want), want)
+
+
+def test_a_function_finds_tensors_that_the_model_has_set():
+    class Set(Finding):
+        def forward(self, x):
+            y = self.linear(x)
+            self.cache = y.sin()
+            self.items.append(y.cos())
+            return Factor.apply(y, lambda: self.cache * self.items[-1])
+
+    model = Set()
+    assert_equal(export(model), Set(), model)
+
+
+def test_a_function_finds_a_variable_around_it():
+    class Around(FunctionModel):
+        def forward(self, x):
+            y = self.linear(x)
+            scale = y.detach().sin()
+            z = Factor.apply(y, lambda: scale)
+            scale = scale + 1
+            return Factor.apply(z, lambda: scale)
+
+    assert_captured(Around(), *["autograd_function_apply"] * 2)
+
+
+class Leave(torch.autograd.Function):
+    """Leaves a value behind in a Python object."""
+
+    @staticmethod
+    def forward(ctx, x, leave):
+        leave(x.exp())
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * 3, None
+
+
+def test_the_model_finds_what_a_function_has_left():
+    class Find(FunctionModel):
+        def forward(self, x):
+            items, table, last = [], {}, None
+
+            def leave(value):
+                nonlocal last
+                items.append(value)
+                table["key"] = value * 2
+                last = value * 3
+
+            y = Leave.apply(self.linear(x), leave)
+            y = Leave.apply(y, leave)
+            return y * items[0] + items[1] + table["key"] * last + len(items)
+
+    assert_captured(Find(), *["autograd_function_apply"] * 2)
+
+
+def test_the_model_finds_what_a_function_has_set_on_it():
+    class Find(Finding):
+        def leave(self, value):
+            self.cache = value
+            self.factor = self.factor + 1
+
+        def forward(self, x):
+            before = self.factor
+            y = Leave.apply(self.linear(x), self.leave)
+            return y * self.cache * self.factor + before
+
+    model = Find()
+    with pytest.warns(Warning, match="Leave"):
+        ep = export(model)
+    assert "cache" not in vars(model), "no fake tensor stays on the model"
+    assert_equal(ep, Find(), model)
+
+
+def test_a_class_of_a_function_in_forward():
+    class Defining(FunctionModel):
+        def forward(self, x):
+            y = self.linear(x)
+            middle = y.cos()
+
+            class Inside(torch.autograd.Function):
+                scale = 2.0
+
+                @staticmethod
+                def forward(ctx, h):
+                    ctx.save_for_backward(h, middle)
+                    ctx.scale = Inside.scale
+                    return h * middle * self.weight
+
+                @staticmethod
+                def backward(ctx, grad):
+                    h, middle = ctx.saved_tensors
+                    return grad * h * middle * ctx.scale
+
+            y = Inside.apply(y)
+            middle = middle + 1
+            Inside.scale = 5.0
+            return Inside.apply(y)
+
+    assert_captured(Defining(), *["autograd_function_apply"] * 2)
+
+
+def test_what_cannot_be_handed_to_a_function_names_it():
+    class Handing(FunctionModel):
+        def forward(self, x):
+            return Factor.apply(self.linear(x), x.numpy())
+
+    with pytest.raises(Exception, match=r"Factor(.|\n)*strict=False"):
+        export(Handing())
