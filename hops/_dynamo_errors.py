@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 from torch._dynamo.exc import TorchRuntimeError, Unsupported
 
@@ -37,7 +36,3 @@ def naming(what: str) -> Iterator[None]:
             error.args = (text, *error.args[1:])
             error.msg = text
         raise
-
-
-def python_value(variable: Any) -> Any:
-    return variable.realize().as_python_constant()

@@ -12,6 +12,7 @@ written into Dynamo's graph.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -27,7 +28,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from hops._capture_function import function_name
 from hops._dynamo_changes import new_dict
-from hops._dynamo_python import NotPython, PythonView, attribute, module_of
+from hops._dynamo_python import NotPython, PythonView
+from hops._dynamo_variables import attribute, module_of
 from hops._effects import effects_told_at_the_end
 from hops._torch import (
     SYMBOLIC_TYPES,
@@ -95,8 +97,13 @@ class _Call:
             real_args = [self.view.object_of(a) for a in args]
             real_kwargs = {k: self.view.object_of(v) for k, v in kwargs.items()}
 
+            modes = self.view.function_modes()
+
             def call(*values: Any) -> list[Any]:
-                self.returned = self.function.apply(*real_args, **real_kwargs)
+                with ExitStack() as around:
+                    for function_mode in modes:
+                        around.enter_context(function_mode)
+                    self.returned = self.function.apply(*real_args, **real_kwargs)
                 return self._look()
 
             known = [value for value, _ in self.view.tensors.values()]

@@ -21,7 +21,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch._dynamo.variables.base import AttributeMutationExisting, VariableTracker
+from torch._dynamo.variables.base import AttributeMutationExisting
 from torch._dynamo.variables.constant import ConstantVariable
 from torch._dynamo.variables.dicts import ConstDictVariable
 from torch._dynamo.variables.functions import (
@@ -46,6 +46,7 @@ from torch._dynamo.variables.tensor import (
 from torch._dynamo.variables.user_defined import UserDefinedObjectVariable
 
 from hops._dynamo_changes import Attributes, Cell, Items, Mapping
+from hops._dynamo_variables import attribute_or_none, items_of, kind_of, module_of
 
 _CELLS = "_hops_cells"
 
@@ -137,7 +138,7 @@ class PythonView:
                 return variable.as_python_constant()
         except NotImplementedError:
             raise NotPython(type(variable).__name__) from None
-        value = _held(variable, "value")
+        value = attribute_or_none(variable, "value")
         if value is None or isinstance(value, torch.Tensor) or variable.source is None:
             raise NotPython(type(variable).__name__)
         return value
@@ -145,7 +146,7 @@ class PythonView:
     # ------------------------------------------------------------------- containers
 
     def _container(self, variable: Any) -> Any:
-        kind, items = _kind_of(variable), items_of(variable)
+        kind, items = kind_of(variable), items_of(variable)
         if items is None:
             return None
         if kind is list:
@@ -164,10 +165,12 @@ class PythonView:
     def _fill(self, variable: Any, empty: Any, contents: Callable[[], Any], watch: Any) -> Any:
         """A list or dict of the contents that Dynamo knows: the user's own if there is one."""
         own = self.original(variable)
-        container = self._keep(variable, empty if type(own) is not type(empty) else own)
+        is_own = type(own) is type(empty)
+        container = self._keep(variable, own if is_own else empty)
         before, now = container.copy(), contents()
         _replace(container, now)
-        self._undo.append(lambda: _replace(container, before))
+        if is_own:
+            self._undo.append(lambda: _replace(container, before))
         self.watched.append(watch(variable, container))
         return container
 
@@ -258,10 +261,11 @@ class PythonView:
         return function
 
     def _method(self, variable: Any) -> Any:
-        function = variable.fn
-        if isinstance(function, VariableTracker):
-            function = self.object_of(function)
-        return types.MethodType(function, self.object_of(variable.obj))
+        if hasattr(variable, "im_func"):  # torch 2.15 on
+            function, owner = self.object_of(variable.im_func), variable.im_self
+        else:
+            function, owner = variable.fn, variable.obj
+        return types.MethodType(function, self.object_of(owner))
 
     def _partial(self, variable: Any) -> Any:
         args = [self.object_of(a) for a in variable.args]
@@ -329,6 +333,11 @@ class PythonView:
                 self._put(frame.f_globals, pending[0], self._pending(pending[1]))
             frame = getattr(frame, "parent", None)
 
+    def function_modes(self) -> list[Any]:
+        """The function modes around this point, which Dynamo applies without entering them."""
+        stack = getattr(self.tx.symbolic_torch_function_state, "mode_stack", ())
+        return [self.object_of(mode) for mode in stack]
+
     def restore(self) -> None:
         """Take back all that was put in place."""
         while self._undo:
@@ -345,42 +354,39 @@ def _namespace(value: Any) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def _kind_of(variable: Any) -> Any:
+def lasting_object(tx: Any, variable: Any) -> Any:
+    """The Python object that stands for ``variable``, for use after the trace.
+
+    Raises:
+        NotPython: there is none, or it holds a tensor.
+    """
+    view = PythonView(tx)
     try:
-        return variable.python_type()
-    except NotImplementedError:
-        return None
+        value = view.object_of(variable)
+        if view.tensors or view.parts:
+            raise NotPython("a function that closes over tensors or modules")
+        return _with_own_cells(value, [id(cell) for cell in view._made_cells().values()])
+    finally:
+        view.restore()
 
 
-def items_of(variable: Any) -> Any:
-    """The items of a container; a tuple of torch 2.9 on may hold them one level down."""
-    held = getattr(variable, "_tuple_vt", None)
-    return _held(variable if held is None else held, "items")
-
-
-def _held(variable: Any, name: str) -> Any:
-    """An attribute of a variable; some are computed, and fail where there is nothing."""
-    try:
-        return getattr(variable, name, None)
-    except NotImplementedError:
-        return None
-
-
-def module_of(tx: Any, variable: Any) -> torch.nn.Module | None:
-    value = _held(variable, "value")
-    if value is None and getattr(variable, "module_key", None) is not None:
-        value = tx.output.get_submodule(variable.module_key)
-    return value if isinstance(value, torch.nn.Module) else None
-
-
-def attribute(tx: Any, variable: Any, path: str) -> Any:
-    """The variable at a path of attributes, as the traced code would get it."""
-    get = VariableTracker.build(tx, getattr)
-    for name in path.split("."):
-        name_variable = ConstantVariable.create(name)
-        variable = get.call_function(tx, [variable, name_variable], {})
-        variable = variable.realize()
-    return variable
+def _with_own_cells(value: Any, made: list[int]) -> Any:
+    """A function that the traced code made, with a closure that stays what it is now."""
+    if isinstance(value, functools.partial):
+        keywords = {k: _with_own_cells(v, made) for k, v in value.keywords.items()}
+        return functools.partial(_with_own_cells(value.func, made), *value.args, **keywords)
+    closure = getattr(value, "__closure__", None) or ()
+    if not any(id(cell) in made for cell in closure):
+        return value
+    copy = types.FunctionType(
+        value.__code__,
+        value.__globals__,
+        value.__name__,
+        value.__defaults__,
+        tuple(types.CellType(_with_own_cells(cell.cell_contents, made)) for cell in closure),
+    )
+    copy.__kwdefaults__ = value.__kwdefaults__
+    return copy
 
 
 _FUNCTIONS: tuple[tuple[Any, Callable[[PythonView, Any], Any]], ...] = (

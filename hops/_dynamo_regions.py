@@ -27,7 +27,8 @@ from torch._dynamo.variables.tensor import TensorVariable
 
 from hops._capture_checkpoint import resolve_use_reentrant
 from hops._capture_hooks import call_original
-from hops._dynamo_errors import CaptureErrorInDynamo, naming, python_value
+from hops._dynamo_errors import CaptureErrorInDynamo, naming
+from hops._dynamo_python import NotPython, lasting_object
 from hops._torch import (
     CHECKPOINT_KEYWORDS,
     SYMBOLIC_TYPES,
@@ -71,7 +72,7 @@ def trace_region(tx: Any, checkpoint: Any, args: list[Any], kwargs: dict[str, An
     name = _name_of(function)
     keywords = {k: v for k, v in kwargs.items() if k not in CHECKPOINT_KEYWORDS}
     with naming(f"the checkpointed region of {name}"):
-        options = {k: python_value(v) for k, v in kwargs.items() if k in CHECKPOINT_KEYWORDS}
+        options = _options(tx, name, kwargs)
         reentrant = resolve_use_reentrant(call_original, options, dict.fromkeys(keywords))
         if not torch.is_grad_enabled():
             return function.call_function(tx, inputs, keywords)
@@ -102,6 +103,17 @@ def _own_leaves(output: Any) -> Iterator[None]:
     before = len(leaves)
     yield
     del leaves[before:]
+
+
+def _options(tx: Any, name: str, kwargs: dict[str, Any]) -> dict[str, Any]:
+    known = {k: v for k, v in kwargs.items() if k in CHECKPOINT_KEYWORDS}
+    try:
+        return {k: lasting_object(tx, v) for k, v in known.items()}
+    except NotPython as error:
+        raise CaptureErrorInDynamo(
+            f"hops: strict capture cannot keep {error} as an argument of checkpoint, for the "
+            f"region of {name}. Capture with strict=False."
+        ) from error
 
 
 def _curried(checkpoint: Any, **options: Any) -> Any:

@@ -4,7 +4,11 @@ import pytest
 import torch
 from models import FunctionModel, assert_same, gradients, operators
 from torch.overrides import TorchFunctionMode
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 
 def export(model):
@@ -110,6 +114,34 @@ def test_a_no_grad_block_around_and_at_the_start_of_a_region():
             return y * z
 
     assert_captured(Switching(), "tag_activation_checkpoint")
+
+
+def test_a_policy_that_is_made_in_forward():
+    class Selective(FunctionModel):
+        def forward(self, x):
+            saved = [torch.ops.aten.sin.default]
+
+            def policy(context, operation, *args, **kwargs):
+                if operation in saved:
+                    return CheckpointPolicy.MUST_SAVE
+                return CheckpointPolicy.PREFER_RECOMPUTE
+
+            def contexts():
+                return create_selective_checkpoint_contexts(policy)
+
+            return checkpoint(
+                lambda h: (h.sin() * self.weight).cos(),
+                self.linear(x),
+                use_reentrant=False,
+                context_fn=contexts,
+            )
+
+    model = Selective()
+    assert_captured(model, "tag_activation_checkpoint")
+    (node,) = export(model).graph.find_nodes(
+        op="call_function", target=torch.ops.higher_order.tag_activation_checkpoint
+    )
+    assert node.kwargs["policy"] == ["aten.sin.default 0 MUST_SAVE"]
 
 
 def test_what_dynamo_cannot_trace_names_the_region():
@@ -251,6 +283,27 @@ def test_the_model_finds_what_a_function_has_set_on_it():
         ep = export(model)
     assert "cache" not in vars(model), "no fake tensor stays on the model"
     assert_equal(ep, Find(), model)
+
+
+class Sine(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return torch.sin(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * 3
+
+
+def test_a_function_under_a_function_mode():
+    class Moded(FunctionModel):
+        def forward(self, x):
+            y = self.linear(x)
+            with Negated():
+                y = Sine.apply(y)
+            return Sine.apply(y)
+
+    assert_captured(Moded(), *["autograd_function_apply"] * 2)
 
 
 def test_a_class_of_a_function_in_forward():
