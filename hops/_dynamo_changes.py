@@ -17,6 +17,11 @@ from torch._dynamo.variables.dicts import ConstDictVariable
 
 _MISSING = object()
 
+
+class NotPython(Exception):
+    """A value cannot be handed over between Dynamo and real Python code."""
+
+
 Build = Callable[[Any], Any]
 
 
@@ -99,8 +104,13 @@ class Attributes:
         return new or name in self.pending or isinstance(value, torch.Tensor)
 
     def write(self, tx: Any, build: Build) -> None:
+        effects = tx.output.side_effects
         for name, value in self.after.items():
-            tx.output.side_effects.store_attr(self.variable, name, build(value))
+            if not effects.is_attribute_mutation(self.variable):
+                # Before torch 2.13 Dynamo does not follow what export sets on a module.
+                kind = type(self.owner).__name__
+                raise NotPython(f"the attribute {name!r}, which is set on a {kind},")
+            effects.store_attr(self.variable, name, build(value))
 
 
 class Cell:

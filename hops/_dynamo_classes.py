@@ -19,8 +19,9 @@ from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.misc import AutogradFunctionVariable
 
 from hops._capture_function import function_name
+from hops._dynamo_changes import NotPython
 from hops._dynamo_errors import CaptureErrorInDynamo, naming
-from hops._dynamo_python import NotPython, PythonView
+from hops._dynamo_python import PythonView
 
 _TRANSLATORS = (
     symbolic_convert.InstructionTranslatorBase,

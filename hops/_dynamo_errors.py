@@ -26,13 +26,15 @@ def naming(what: str) -> Iterator[None]:
         if isinstance(error, CaptureErrorInDynamo):
             raise
         raise CaptureErrorInDynamo(str(error)) from error
-    except Unsupported as error:
+    except (Unsupported, AssertionError) as error:
+        # Dynamo of torch 2.6 and 2.9 asserts that export sets no tensor on a module.
         if not hasattr(error, _NAMED):
             setattr(error, _NAMED, what)
             text = (
-                f"hops: Dynamo cannot trace {what}. Capture with strict=False, which runs the "
+                f"hops: strict capture fails in {what}. Capture with strict=False, which runs the "
                 f"model's Python as it is.\n{error.args[0] if error.args else ''}"
             )
             error.args = (text, *error.args[1:])
-            error.msg = text
+            if isinstance(error, Unsupported):
+                error.msg = text
         raise

@@ -27,8 +27,8 @@ from torch._dynamo.variables.lists import ListVariable, TupleVariable
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from hops._capture_function import function_name
-from hops._dynamo_changes import new_dict
-from hops._dynamo_python import NotPython, PythonView
+from hops._dynamo_changes import NotPython, new_dict
+from hops._dynamo_python import PythonView
 from hops._dynamo_variables import attribute, module_of
 from hops._effects import effects_told_at_the_end
 from hops._torch import (

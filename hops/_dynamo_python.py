@@ -45,14 +45,10 @@ from torch._dynamo.variables.tensor import (
 )
 from torch._dynamo.variables.user_defined import UserDefinedObjectVariable
 
-from hops._dynamo_changes import Attributes, Cell, Items, Mapping
+from hops._dynamo_changes import Attributes, Cell, Items, Mapping, NotPython
 from hops._dynamo_variables import attribute_or_none, items_of, kind_of, module_of
 
 _CELLS = "_hops_cells"
-
-
-class NotPython(Exception):
-    """A value of Dynamo's cannot be given to real Python code."""
 
 
 class _Unknown:

@@ -27,8 +27,9 @@ from torch._dynamo.variables.tensor import TensorVariable
 
 from hops._capture_checkpoint import resolve_use_reentrant
 from hops._capture_hooks import call_original
+from hops._dynamo_changes import NotPython
 from hops._dynamo_errors import CaptureErrorInDynamo, naming
-from hops._dynamo_python import NotPython, lasting_object
+from hops._dynamo_python import lasting_object
 from hops._torch import (
     CHECKPOINT_KEYWORDS,
     SYMBOLIC_TYPES,
