@@ -33,6 +33,7 @@ from hops._export_names import naming_the_wrapped
 from hops._export_passes import EXPORT_PASSES, mend_export_pass
 from hops._import_hook import after_import
 from hops._refusals import refuse_read_of_values
+from hops._shared_bodies import share_bodies
 from hops._subgraph import settle
 from hops._torch import (
     FUNCTIONALIZE,
@@ -156,12 +157,14 @@ def _minding_autograd(torch_function: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextmanager
 def _settled_afterwards(tracer: Any) -> Iterator[None]:
-    """Between recording and the GraphModule, tie up the values that escaped from bodies."""
+    """Between recording and the GraphModule, tie up the values that escaped from bodies,
+    and let equal bodies be one."""
     trace = tracer.trace
 
     def trace_and_settle(*args: Any, **kwargs: Any) -> Any:
         graph = trace(*args, **kwargs)
         settle(graph, tracer)
+        share_bodies(graph, tracer.root)
         return graph
 
     tracer.trace = trace_and_settle
