@@ -168,7 +168,7 @@ class BackwardCapture:
                 gradients.append(None)
                 continue
             with disable_proxy_modes_tracing():
-                gradient = torch.ones_like(value.detach())
+                gradient = torch.ones_like(value)
                 if grad_mode and position in differentiable:
                     gradient = gradient.requires_grad_().view_as(gradient)
             track(gradient, fx.Proxy(placeholder, self.tracer), self.tracer)

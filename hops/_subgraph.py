@@ -217,17 +217,15 @@ class Recording:
             if not node.users and (node.op == "get_attr" or _is_size_of(node)):
                 self.graph.erase_node(node)
         root = self.tracer.root
-        nested = {}
-        for node in self.graph.nodes:
-            if node.op == "get_attr" and str(node.target) not in nested:
-                nested[str(node.target)] = getattr(root, str(node.target))
-        module = Body(dict(nested), self.graph)
-        for target in nested:
+        renamed = _number_bodies(self.graph, root)
+        module = Body({new: getattr(root, old) for old, new in renamed.items()}, self.graph)
+        for target in renamed:
             delattr(root, target)
-        tidy_body(module)
+        _clean_metadata(self.graph)
         name = self.tracer.get_fresh_qualname(prefix)
         root.register_module(name, module)
-        return self.tracer.create_node("get_attr", name, (), {})
+        with _no_stack_traces(self.tracer):
+            return self.tracer.create_node("get_attr", name, (), {})
 
     def splice(self) -> None:
         """Write the recorded nodes into the enclosing graph, with no operator."""
@@ -264,32 +262,49 @@ def _holds_body(owner: torch.nn.Module, node: fx.Node) -> bool:
 
 
 def tidy_body(module: fx.GraphModule) -> None:
-    """Number the nested bodies of a body from 0, so that its text does not
-    depend on what was captured before it, and give its nodes the module paths
-    of the user's model, as torch.export does for the nodes of the outer graph."""
-    counts: dict[str, int] = {}
-    renamed: dict[str, str] = {}
-    moved: dict[str, torch.nn.Module] = {}
-    for node in module.graph.nodes:
-        if node.op == "get_attr" and node.target not in renamed and _holds_body(module, node):
-            prefix = str(node.target).rstrip("0123456789")
-            renamed[node.target] = f"{prefix}{counts.setdefault(prefix, 0)}"
-            counts[prefix] += 1
-            moved[renamed[node.target]] = getattr(module, node.target)
+    """Number the nested bodies of a body and give its nodes the module paths of the
+    user's model, as torch.export does for the nodes of the outer graph."""
+    renamed = _number_bodies(module.graph, module)
+    moved = {new: getattr(module, old) for old, new in renamed.items()}
     for target in renamed:
         delattr(module, target)
-    for target, attribute in moved.items():
-        module.register_module(target, attribute)
-    for node in module.graph.nodes:
-        if node.op == "get_attr" and node.target in renamed:
-            node.target = renamed[node.target]
-            node._rename(node.target)
+    for target, nested in moved.items():
+        module.register_module(target, nested)
+    _clean_metadata(module.graph)
+    module.recompile()
+
+
+def _number_bodies(graph: fx.Graph, owner: torch.nn.Module) -> dict[str, str]:
+    """Number the bodies that ``graph`` uses from 0, so that its text does not depend
+    on what was captured before it.
+
+    Args:
+        owner: the module that has them.
+
+    Returns:
+        The new name of each by its old one.
+    """
+    counts: dict[str, int] = {}
+    renamed: dict[str, str] = {}
+    used = [n for n in graph.find_nodes(op="get_attr") if _holds_body(owner, n)]
+    for node in used:
+        old = str(node.target)
+        if old not in renamed:
+            prefix = old.rstrip("0123456789")
+            renamed[old] = f"{prefix}{counts.setdefault(prefix, 0)}"
+            counts[prefix] += 1
+        node.target = renamed[old]
+        node._rename(renamed[old])
+    return renamed
+
+
+def _clean_metadata(graph: fx.Graph) -> None:
+    for node in graph.nodes:
         if node.op == "placeholder":
             node.meta.setdefault("val", None)
         stack = node.meta.get("nn_module_stack")
         if stack:
             node.meta["nn_module_stack"] = _without_export_root(stack)
-    module.recompile()
 
 
 _EXPORT_ROOT = "_export_root"
@@ -329,15 +344,33 @@ def emit(
     node = tracer.create_node("call_function", target, arguments, options)
     proxy = fx.Proxy(node, tracer)
     metadata: list[Any] = []
-    for position, value in enumerate(outputs):
-        if value is None:
-            metadata.append(None)
-            continue
-        slot = proxy[position]
-        track(value, slot, tracer)
-        metadata.append(slot.node.meta["val"])
+    parts = [n for n in node.all_input_nodes if n.op == "get_attr"]
+    with _no_stack_traces(tracer):
+        for position, value in enumerate(outputs):
+            if value is None:
+                metadata.append(None)
+                continue
+            slot = proxy[position]
+            track(value, slot, tracer)
+            metadata.append(slot.node.meta["val"])
+            parts.append(slot.node)
     node.meta["val"] = tuple(metadata)
+    for part in parts:
+        if node.stack_trace and not part.stack_trace:
+            part.stack_trace = node.stack_trace
     return node
+
+
+@contextmanager
+def _no_stack_traces(tracer: Any) -> Iterator[None]:
+    """Nodes that belong to a call have the stack trace of the call, which costs more to
+    take than all else that is done for such a node."""
+    before = tracer.record_stack_traces
+    tracer.record_stack_traces = False
+    try:
+        yield
+    finally:
+        tracer.record_stack_traces = before
 
 
 def owner_of(node: fx.Node, tracer: Any) -> torch.nn.Module:
