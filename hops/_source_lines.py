@@ -8,7 +8,6 @@ import re
 
 import torch
 
-
 _HERE = os.path.dirname(__file__)
 #: Files whose lines are not the user's.
 NOT_THE_USERS = (

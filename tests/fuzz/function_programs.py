@@ -27,9 +27,7 @@ class Program:
     double: bool
 
     def options(self) -> str:
-        return (
-            f"{self.front_end!r}, {self.replay!r}, dynamic={self.dynamic}, double={self.double}"
-        )
+        return f"{self.front_end!r}, {self.replay!r}, dynamic={self.dynamic}, double={self.double}"
 
 
 @dataclasses.dataclass
@@ -366,7 +364,7 @@ class ModelWriter:
                 self.values.append(Value(name, value.kind, False, True, value.is_float))
 
 
-PROGRAM = '''
+PROGRAM = """
 DTYPE = torch.{dtype}
 CONSTANT = torch.tensor([0.5, 1.5, 2.5], dtype=DTYPE)
 
@@ -391,7 +389,7 @@ def build(rows):
 {model}
     Model.forward = forward
     return model, (torch.randn(rows, 3).to(DTYPE).requires_grad_({requires_grad}),)
-'''
+"""
 
 
 @st.composite

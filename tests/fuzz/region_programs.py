@@ -11,7 +11,7 @@ from typing import Any
 from function_programs import REPLAYS, Draw, Program, _indented
 from hypothesis import strategies as st
 
-PROGRAM = '''
+PROGRAM = """
 import functools
 
 from torch.utils.checkpoint import (
@@ -73,7 +73,7 @@ class Model(torch.nn.Module):
 def build(rows):
     torch.manual_seed(1)
     return Model(), (torch.randn(rows, 3).requires_grad_({requires_grad}),)
-'''
+"""
 
 _UNARY = (
     "{v}.sin()",
