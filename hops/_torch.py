@@ -82,6 +82,7 @@ __all__ = [
     "get_proxy_mode",
     "is_data_dependence",
     "is_traceable_wrapper_subclass",
+    "is_transformed",
     "mark_saved_without_version_check",
     "native_apply",
     "native_call",
@@ -340,6 +341,7 @@ def forward_mode_is_active() -> bool:
     return forward_ad._current_level >= 0
 
 
+is_transformed = torch._C._functorch.is_functorch_wrapped_tensor
 without_torch_functions = torch._C.DisableTorchFunction
 set_grad_enabled = torch._C._set_grad_enabled
 functorch_is_active = torch._C._are_functorch_transforms_active
@@ -476,9 +478,16 @@ def is_data_dependence(error: Exception) -> bool:
 
     if isinstance(error, (GuardOnDataDependentSymNode, DataDependentOutputException)):
         return True
-    return "trying to get a value out of symbolic" in str(error) or (
-        "trying to get value out of a tracing tensor" in str(error)
-    )
+    return any(message in str(error) for message in _DATA_DEPENDENCE)
+
+
+#: An item of a real tensor; numpy() and the memory of a fake one.
+_DATA_DEPENDENCE = (
+    "trying to get a value out of symbolic",
+    "trying to get value out of a tracing tensor",
+    "is not supported for tensor subclasses",
+    "Cannot access data pointer of Tensor",
+)
 
 
 def _is_unbacked(sym_node: Any) -> bool:

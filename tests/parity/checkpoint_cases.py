@@ -1418,6 +1418,16 @@ def random_numbers_that_nothing_uses():
     return model(forward), (tensor(),)
 
 
+@case()
+def compiled_helper():
+    helper = torch.compile(lambda x: torch.sin(x) * 2, backend="eager")
+
+    def forward(self, x):
+        return checkpoint(lambda x: helper(self.other(x)), x, use_reentrant=False)
+
+    return model(forward), (tensor(),)
+
+
 @case(regions=2)
 def output_that_nothing_uses():
     def forward(self, x):
