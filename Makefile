@@ -18,12 +18,17 @@ TORCH_STAMP := $(VENV)/.installed-torch-$(TORCH)
 DEMO_STAMP  := $(VENV)/.installed-demo
 DEV_STAMP   := $(VENV)/.installed-dev
 
-.PHONY: help demo test parity lint format bench clean
+# Their requirements would bring torchvision, and with it another torch.
+WITHOUT_REQUIREMENTS := memcnn==1.5.2 norse==1.1.0 nirtorch==2.6
+PACKAGES_STAMP       := $(VENV)/.installed-packages
+
+.PHONY: help demo test parity packages lint format bench clean
 
 help:
 	@echo "make demo    set up and run the demo"
 	@echo "make test    set up and run the whole test suite"
 	@echo "make parity  the part of it that compares hundreds of cases with eager"
+	@echo "make packages  Functions and models of real packages, compared with eager"
 	@echo "make lint    ruff check, ruff format --check, mypy"
 	@echo "make format  let ruff rewrite the source"
 	@echo "make bench   run the benchmarks"
@@ -37,6 +42,9 @@ test: $(DEV_STAMP)
 
 parity: $(DEV_STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/parity $(PARALLEL) $(ARGS)
+
+packages: $(PACKAGES_STAMP)
+	OMP_NUM_THREADS=1 PYTHONPATH=tests:tests/parity $(BIN)/python -m pytest tests/packages $(PARALLEL) $(ARGS)
 
 lint: $(DEV_STAMP)
 	$(BIN)/ruff check .
@@ -65,4 +73,9 @@ $(DEMO_STAMP): $(TORCH_STAMP) pyproject.toml
 
 $(DEV_STAMP): $(TORCH_STAMP) pyproject.toml
 	$(BIN)/python -m pip install -e '.[test,demo,dev]'
+	touch $@
+
+$(PACKAGES_STAMP): $(TORCH_STAMP) pyproject.toml
+	$(BIN)/python -m pip install torch==$(TORCH) -e '.[test,packages]'
+	$(BIN)/python -m pip install --no-deps $(WITHOUT_REQUIREMENTS)
 	touch $@

@@ -12,7 +12,8 @@ unknown tensor is looked up there.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,12 +23,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from hops._subgraph import track
-from hops._torch import (
-    FakeTensor,
-    is_functorch_wrapped,
-    statically_known_true,
-    without_torch_functions,
-)
+from hops._torch import FakeTensor, is_transformed, statically_known_true, without_torch_functions
 
 
 @dataclass(frozen=True)
@@ -66,14 +62,27 @@ class KnownTensors(WeakTensorKeyDictionary):
 
     def __init__(self, known: Any) -> None:
         self._views: dict[int, list[_View]] = {}
+        self._bodies: list[Replaced] = []
         super().__init__()
         for tensor, slot in known.items():
             self[tensor] = slot
 
     def __setitem__(self, tensor: torch.Tensor, slot: Any) -> None:
+        for body in self._bodies:
+            body.replacing(tensor, self.get(tensor))
         super().__setitem__(tensor, slot)
         if has_storage(tensor):
             self.note(tensor, slot.proxy)
+
+    @contextmanager
+    def recording(self, graph: fx.Graph) -> Iterator[Replaced]:
+        """Note which tensors of the code around a body get another node inside it."""
+        body = Replaced(self, graph)
+        self._bodies.append(body)
+        try:
+            yield body
+        finally:
+            self._bodies.remove(body)
 
     def note(self, tensor: torch.Tensor, source: Any) -> None:
         view = _View.of(tensor, source)
@@ -91,11 +100,33 @@ class KnownTensors(WeakTensorKeyDictionary):
         return (same_type[0].source, wanted.layout) if same_type else (None, None)
 
 
+class Replaced:
+    """Tensors from outside of a Function's body that got a node inside it.
+
+    An operation that gives back its argument (``x.to(x.dtype)``, ``x.contiguous()``) or
+    writes into it makes the tracer know the same tensor by another node, that of a body;
+    for the code after the Function it must stay what it was.
+    """
+
+    def __init__(self, known: KnownTensors, graph: fx.Graph) -> None:
+        self._known = known
+        self._graph = graph
+        self._before: dict[int, tuple[torch.Tensor, Any]] = {}
+
+    def replacing(self, tensor: torch.Tensor, slot: Any) -> None:
+        if slot is not None and slot.proxy.node.graph is not self._graph:
+            self._before.setdefault(id(tensor), (tensor, slot))
+
+    def restore(self) -> None:
+        before, self._before = self._before, {}
+        for tensor, slot in before.values():
+            self._known[tensor] = slot
+
+
 def has_storage(tensor: Any) -> bool:
-    """Whether it is a plain tensor, whose storage tells what it aliases; a tensor that
-    ``vmap`` wrapped has none."""
+    """Whether it is a plain tensor, whose storage tells what it aliases."""
     plain = isinstance(tensor, FakeTensor) or type(tensor) in (torch.Tensor, torch.nn.Parameter)
-    return plain and tensor.layout is torch.strided and not is_functorch_wrapped(tensor)
+    return plain and tensor.layout is torch.strided and not is_transformed(tensor)
 
 
 def knowing_aliases(tracer: Any, create_arg: Callable[[Any], Any]) -> Callable[[Any], Any]:

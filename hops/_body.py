@@ -140,34 +140,51 @@ def _spell_out_sums(graph: fx.Graph) -> None:
 
 
 def tidy_body(module: fx.GraphModule) -> None:
-    """Number the nested bodies of a body from 0, so that its text does not
-    depend on what was captured before it, and give its nodes the module paths
-    of the user's model, as torch.export does for the nodes of the outer graph."""
-    counts: dict[str, int] = {}
-    renamed: dict[str, str] = {}
-    moved: dict[str, torch.nn.Module] = {}
-    for node in module.graph.nodes:
-        if node.op == "get_attr" and node.target not in renamed and holds_body(module, node):
-            prefix = str(node.target).rstrip("0123456789")
-            renamed[node.target] = f"{prefix}{counts.setdefault(prefix, 0)}"
-            counts[prefix] += 1
-            moved[renamed[node.target]] = getattr(module, node.target)
+    """Bring a body that is a module already into the form that recorded ones have."""
+    renamed = number_bodies(module.graph, module)
+    moved = {new: getattr(module, old) for old, new in renamed.items()}
     for target in renamed:
         delattr(module, target)
-    for target, attribute in moved.items():
-        module.register_module(target, attribute)
-    module.graph.__class__ = BodyGraph
-    _spell_out_sums(module.graph)
-    for node in module.graph.nodes:
-        if node.op == "get_attr" and node.target in renamed:
-            node.target = renamed[node.target]
-            node._rename(node.target)
+    for target, nested in moved.items():
+        module.register_module(target, nested)
+    tidy_graph(module.graph)
+    module.recompile()
+
+
+def number_bodies(graph: fx.Graph, owner: torch.nn.Module) -> dict[str, str]:
+    """Number the bodies that ``graph`` uses from 0, so that its text does not depend
+    on what was captured before it.
+
+    Args:
+        owner: the module that has them.
+
+    Returns:
+        The new name of each by its old one.
+    """
+    counts: dict[str, int] = {}
+    renamed: dict[str, str] = {}
+    for node in [n for n in graph.find_nodes(op="get_attr") if holds_body(owner, n)]:
+        old = str(node.target)
+        if old not in renamed:
+            prefix = old.rstrip("0123456789")
+            renamed[old] = f"{prefix}{counts.setdefault(prefix, 0)}"
+            counts[prefix] += 1
+        node.target = renamed[old]
+        node._rename(renamed[old])
+    return renamed
+
+
+def tidy_graph(graph: fx.Graph) -> None:
+    """Write what files hold, and give the nodes the module paths of the user's model, as
+    torch.export does for the nodes of the outer graph."""
+    graph.__class__ = BodyGraph
+    _spell_out_sums(graph)
+    for node in graph.nodes:
         if node.op == "placeholder" or node.target in _TRANSFORM_FUNCTIONS:
             node.meta.setdefault("val", None)
         stack = node.meta.get("nn_module_stack")
         if stack:
             node.meta["nn_module_stack"] = _without_export_root(stack)
-    module.recompile()
 
 
 _EXPORT_ROOT = "_export_root"

@@ -14,6 +14,7 @@ import torch
 from torch import fx
 
 from hops._body import crosses_as_tensor, drop_grad_switches, pack_number
+from hops._refusals import data_dependence_named
 from hops._subgraph import (
     Recording,
     leaf_tensors,
@@ -146,31 +147,39 @@ class BackwardCapture:
         self.fresh = False
         values = (*self.call.args, *ctx.__dict__.values())
         watch = self.call.watch("backward", [backward], values)
-        with body.active(), _as_in_backward(grad_mode), _random_state_kept(self.slots):
-            gradients = self._gradients(body, options, missing, grad_mode)
+        recording = self.tracer.tensor_tracker.recording(body.graph)
+        with recording as replaced, body.active(), _as_in_backward(grad_mode, self.slots):
             try:
-                returned = backward(ctx, *gradients)
-            except (CaptureError, KeyboardInterrupt, MemoryError, torch.OutOfMemoryError):
-                watch.undo()
-                raise
-            except Exception as error:
-                watch.undo()
-                raise _BackwardFailed(
-                    self.call,
-                    f"hops: the backward of {self.call.name} could not be captured: "
-                    f"{type(error).__name__}: {error}\n"
-                    "It must run on gradients of the shape, dtype and layout of the outputs, "
-                    "without looking at their values.",
-                ) from error
-            if self.first:
-                watch.report()
-            else:
-                watch.undo()
-            outputs = [node_of(g, self.tracer) for g in self._checked(returned)]
+                gradients = self._gradients(body, options, missing, grad_mode)
+                returned = self._run(backward, ctx, gradients, watch)
+                outputs = [node_of(g, self.tracer) for g in self._checked(returned)]
+            finally:
+                replaced.restore()
         drop_grad_switches(body.graph, recording=grad_mode)
         if ctx.read_needs_input_grad:
             options["needs_input_grad"] = self._needs_input_grad()
         return body, outputs
+
+    def _run(self, backward: Callable[..., Any], ctx: Any, gradients: list[Any], watch: Any) -> Any:
+        try:
+            with data_dependence_named(f"{self.call.name}.backward"):
+                returned = backward(ctx, *gradients)
+        except (CaptureError, KeyboardInterrupt, MemoryError, torch.OutOfMemoryError):
+            watch.undo()
+            raise
+        except Exception as error:
+            watch.undo()
+            raise _BackwardFailed(
+                self.call,
+                f"hops: the backward of {self.call.name} could not be captured: "
+                f"{type(error).__name__}: {error}\n"
+                "It must run on gradients of the shape, dtype and layout of the outputs.",
+            ) from error
+        if self.first:
+            watch.report()
+        else:
+            watch.undo()
+        return returned
 
     def _needs_input_grad(self) -> list[bool]:
         return [
@@ -308,13 +317,13 @@ def _is_once_differentiable(function: Any) -> bool:
 
 
 @contextmanager
-def _as_in_backward(grad_mode: bool) -> Iterator[None]:
+def _as_in_backward(grad_mode: bool, values: list[Any]) -> Iterator[None]:
     """The state in which eager runs a backward: autocast of the forward has ended.
 
     Operations are recorded above autocast, so a backward that is run under
     autocast after all is cast then, as in eager.
     """
-    with autocast_disabled(), set_grad_enabled_silently(grad_mode):
+    with autocast_disabled(), set_grad_enabled_silently(grad_mode), _random_state_kept(values):
         yield
 
 

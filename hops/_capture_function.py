@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from hops._aliases import Replaced
 from hops._assigned_buffers import AssignedBuffers
 from hops._body import drop_grad_switches
 from hops._capture_backward import BackwardCapture
@@ -174,21 +175,22 @@ class _Capture:
         for leaf in self._leaves(self.tensor_args):
             self.forward.add_operand(node_of(leaf, self.tracer))
             self.num_inputs += 1
-        watch = self.watch("forward", self._user_forward(), self.args)
-        with self.forward.active(), AssignedBuffers() as assigned:
-            with data_dependence_named(self.name):
-                returned = forward()
-            watch.report()
-            slots = list(returned) if isinstance(returned, tuple) else [returned]
-            untouched = self._alias_untouched(slots)
-        if not self._records_gradient():
-            self.forward.lift_free_values()
-            if not self._uses_trainable_values():
-                self.forward.splice()
-                assigned.assign_outside(self.tracer)
-                return returned
-        self._write(slots, untouched)
-        assigned.assign_outside(self.tracer)
+        with self.tracer.tensor_tracker.recording(self.forward.graph) as replaced:
+            watch = self.watch("forward", self._user_forward(), self.args)
+            with self.forward.active(), AssignedBuffers() as assigned:
+                with data_dependence_named(self.name):
+                    returned = forward()
+                watch.report()
+                slots = list(returned) if isinstance(returned, tuple) else [returned]
+                untouched = self._alias_untouched(slots)
+            if not self._records_gradient():
+                self.forward.lift_free_values()
+                if not self._uses_trainable_values():
+                    self.forward.splice()
+                    assigned.assign_outside(self.tracer)
+                    return returned
+            self._write(slots, untouched, replaced)
+            assigned.assign_outside(self.tracer)
         return tuple(slots) if isinstance(returned, tuple) else slots[0]
 
     def watch(self, method: str, functions: list[Any], values: Iterable[Any]) -> Watch:
@@ -236,7 +238,7 @@ class _Capture:
         if any(before is m for m in marked):
             self.ctx.non_differentiable = tuple(after if m is before else m for m in marked)
 
-    def _write(self, slots: list[Any], untouched: dict[int, fx.Node]) -> None:
+    def _write(self, slots: list[Any], untouched: dict[int, fx.Node], replaced: Replaced) -> None:
         tracer, forward = self.tracer, self.forward
         out_nodes: list[Any] = []
         for position, value in enumerate(slots):
@@ -265,6 +267,7 @@ class _Capture:
             value if isinstance(value, (torch.Tensor, *SYMBOLIC_TYPES)) else None for value in slots
         )
         options.update(bwd_nodes)
+        replaced.restore()
         node = emit(
             tracer,
             autograd_function_apply,

@@ -40,7 +40,8 @@ from torch._dynamo.variables.misc import AutogradFunctionContextVariable
 from torch._dynamo.variables.tensor import TensorVariable
 
 from hops._capture_function import function_name
-from hops._dynamo_functions import NotPython, capture_by_running
+from hops._dynamo_changes import NotPython
+from hops._dynamo_functions import capture_by_running
 from hops._gradient_layouts import LAYOUTS, same_but_for_layout
 from hops._torch import (
     functorch_is_active,

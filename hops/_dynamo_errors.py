@@ -4,11 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
-from torch._dynamo.exc import Unsupported
+from torch._dynamo.exc import TorchRuntimeError, Unsupported
+
+from hops.errors import CaptureError
 
 _NAMED = "_hops_named"
+
+
+class CaptureErrorInDynamo(CaptureError, TorchRuntimeError):
+    """A :class:`CaptureError` on its way through Dynamo, which gives every error that it
+    does not know (2.6, 2.9), or takes for a graph break, another type and text."""
 
 
 @contextmanager
@@ -16,17 +22,19 @@ def naming(what: str) -> Iterator[None]:
     """Say of an error of Dynamo's what it is about, and what to do."""
     try:
         yield
-    except Unsupported as error:
+    except CaptureError as error:
+        if isinstance(error, CaptureErrorInDynamo):
+            raise
+        raise CaptureErrorInDynamo(str(error)) from error
+    except (Unsupported, AssertionError) as error:
+        # Dynamo of torch 2.6 and 2.9 asserts that export sets no tensor on a module.
         if not hasattr(error, _NAMED):
             setattr(error, _NAMED, what)
             text = (
-                f"hops: Dynamo cannot trace {what}. Capture with strict=False, which runs the "
+                f"hops: strict capture fails in {what}. Capture with strict=False, which runs the "
                 f"model's Python as it is.\n{error.args[0] if error.args else ''}"
             )
             error.args = (text, *error.args[1:])
-            error.msg = text
+            if isinstance(error, Unsupported):
+                error.msg = text
         raise
-
-
-def python_value(variable: Any) -> Any:
-    return variable.realize().as_python_constant()

@@ -3,182 +3,237 @@
 Dynamo's own tracing of a Function refuses or misreads much that eager accepts
 (duplicate inputs, set_materialize_grads(False), a lone non-differentiable
 output, autograd.grad inside backward, ...), differently in each release.  So
-under export the call is run for real, on Dynamo's fake tensors, with the
+under export the call is run for real, on Dynamo's fake tensors and on the
+Python objects that its variables stand for (``hops._dynamo_python``), with the
 recording that non-strict capture uses, and the operator that comes out is
 written into Dynamo's graph.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
 from torch import fx
+from torch._dynamo.exc import Unsupported
 from torch._dynamo.utils import set_example_value
-from torch._dynamo.variables.base import VariableTracker
+from torch._dynamo.variables.base import ValueMutationNew, VariableTracker
 from torch._dynamo.variables.builder import wrap_fx_proxy
 from torch._dynamo.variables.constant import ConstantVariable
 from torch._dynamo.variables.lists import ListVariable, TupleVariable
-from torch._dynamo.variables.tensor import SymNodeVariable, TensorVariable
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from hops._torch import fake_conversion_allowed, unbacked_symbols_bound
+from hops._capture_function import function_name
+from hops._dynamo_changes import NotPython, new_dict
+from hops._dynamo_python import PythonView
+from hops._dynamo_variables import attribute, module_of
+from hops._effects import effects_told_at_the_end
+from hops._torch import (
+    SYMBOLIC_TYPES,
+    FakeTensor,
+    fake_conversion_allowed,
+    functorch_is_active,
+    unbacked_symbols_bound,
+)
+from hops.errors import CaptureError
 
 
-class NotPython(Exception):
-    """A value of Dynamo's cannot be given to real Python code."""
-
-
-def capture_by_running(tx: Any, function: Any, args: Any, kwargs: Any) -> Any:
+def capture_by_running(tx: Any, function: type, args: Any, kwargs: Any) -> Any:
     """Run ``function.apply(*args, **kwargs)`` on fake values and write what was captured.
 
     Raises:
-        NotPython: an argument, a free value or a result has no counterpart on
-            the other side; nothing has been written then.
+        CaptureError: an argument, a free value or a result has no counterpart on the
+            other side.
     """
-    inputs = _Inputs()
-    real_args = [inputs.convert(a) for a in args]
-    real_kwargs = {k: inputs.convert(v) for k, v in kwargs.items()}
-    returned: list[Any] = []
+    name = function_name(function)
+    if functorch_is_active():
+        raise CaptureError(
+            f"hops: {name} is applied under a torch.func transform (vmap, grad, jvp, ...), "
+            "which cannot be captured before dispatch. Apply the transform outside of the "
+            "captured model, or use torch.compile."
+        )
+    with effects_told_at_the_end():
+        try:
+            return _Call(tx, name, function).run(args, kwargs)
+        except NotPython as error:
+            raise CaptureError(
+                f"hops: strict capture cannot hand {error} over between Dynamo and {name}. "
+                "Capture with strict=False, which runs the model's Python as it is."
+            ) from error
 
-    def run(*values: Any) -> Any:
-        fill = _filler(values)
-        filled = [fill(a) for a in real_args]
-        result = function.apply(*filled, **{k: fill(v) for k, v in real_kwargs.items()})
-        returned.append(result)
-        return [leaf for leaf in pytree.tree_leaves(result) if _is_graph_value(leaf)]
 
-    with tx.output.fake_mode, fake_conversion_allowed(tx.output.fake_mode):
-        with unbacked_symbols_bound(tx.output.fake_mode):
-            traced = make_fx(run, pre_dispatch=True)(*inputs.values)
-    free = _free_values(tx, traced)
-    outputs = _splice(tx, traced, inputs.proxies, free)
-    return _rebuild(tx, returned[0], outputs)
+class _Call:
+    """One call of a Function, run between Dynamo's variables and back."""
+
+    def __init__(self, tx: Any, name: str, function: Any) -> None:
+        self.tx = tx
+        self.name = name
+        self.function = function
+        self.view = PythonView(tx)
+        self.returned: Any = None
+        #: Each tensor and number that came out, once, and later the variable of each.
+        self.values: list[Any] = []
+        self.built: dict[int, Any] = {}
+
+    def run(self, args: Any, kwargs: Any) -> Any:
+        traced = self._trace(args, kwargs)
+        inputs = [variable.as_proxy() for _, variable in self.view.tensors.values()]
+        outputs = self._splice(traced, iter(inputs))
+        for value, proxy in zip(self.values, outputs):
+            proxy.node.meta.pop("example_value", None)
+            variable = wrap_fx_proxy(tx=self.tx, proxy=proxy, example_value=value)
+            self.built[id(value)] = variable
+        for watched in self.view.watched:
+            watched.write(self.tx, self._build)
+        return self._build(self.returned)
+
+    def _trace(self, args: Any, kwargs: Any) -> fx.GraphModule:
+        mode = self.tx.output.fake_mode
+        try:
+            self.view.put_pending_in_place()
+            real_args = [self.view.object_of(a) for a in args]
+            real_kwargs = {k: self.view.object_of(v) for k, v in kwargs.items()}
+
+            modes = self.view.function_modes()
+
+            def call(*values: Any) -> list[Any]:
+                with ExitStack() as around:
+                    for function_mode in modes:
+                        around.enter_context(function_mode)
+                    self.returned = self.function.apply(*real_args, **real_kwargs)
+                return self._look()
+
+            known = [value for value, _ in self.view.tensors.values()]
+            with mode, fake_conversion_allowed(mode), unbacked_symbols_bound(mode):
+                return make_fx(call, pre_dispatch=True)(*known)
+        finally:
+            self.view.restore()
+
+    def _look(self) -> list[Any]:
+        """What came out: by being returned, or through an object that was changed."""
+        changed = [value for watched in self.view.watched for value in watched.look()]
+        leaves = pytree.tree_leaves([self.returned, changed])
+        new = {id(v): v for v in leaves if _is_graph_value(v) and id(v) not in self.view.tensors}
+        self.values = list(new.values())
+        return self.values
+
+    # ----------------------------------------------------------------------- the graph
+
+    def _splice(self, traced: fx.GraphModule, inputs: Iterator[Any]) -> list[Any]:
+        """Write the nodes of a traced graph into Dynamo's; the proxies of its outputs."""
+        create_proxy = self.tx.output.create_proxy
+        proxies: dict[fx.Node, Any] = {}
+        for node in traced.graph.nodes:
+            if node.op == "placeholder":
+                proxies[node] = next(inputs)
+            elif node.op == "get_attr":
+                proxies[node] = self._attribute(node, getattr(traced, str(node.target)))
+            elif node.op == "output":
+                return [proxies[leaf] for leaf in pytree.tree_leaves(node.args[0])]
+            else:
+                args, kwargs = fx.node.map_arg((node.args, node.kwargs), proxies.__getitem__)
+                proxies[node] = create_proxy(node.op, node.target, args, kwargs)
+                set_example_value(proxies[node].node, node.meta["val"])
+        return []
+
+    def _attribute(self, node: fx.Node, value: Any) -> Any:
+        """Dynamo's proxy of a body, or of a value that was not handed to the call."""
+        prefix = str(node.target).rstrip("0123456789")
+        if isinstance(value, fx.GraphModule):
+            name = installed_name(self.tx, value, prefix.rstrip("_"))
+            return self.tx.output.create_proxy("get_attr", name, (), {})
+        if not isinstance(value, torch.Tensor):
+            raise CaptureError(
+                f"hops: {self.name} uses a {_kind(value)}, which strict capture cannot write "
+                "into its graph. Capture with strict=False."
+            )
+        return self._free_tensor(value)
+
+    def _free_tensor(self, value: torch.Tensor) -> Any:
+        if id(value) in self.view.parts:
+            return attribute(self.tx, *self.view.parts[id(value)]).as_proxy()
+        found = _of_a_module(self.tx, value)
+        if found is not None:
+            return found.as_proxy()
+        for tracer in _tracers(self.tx.output.current_tracer):
+            for node in tracer.graph.nodes:
+                if node.meta.get("example_value") is value:
+                    return fx.Proxy(node, tracer)
+        if isinstance(value, FakeTensor):
+            raise NotPython("a tensor that the model keeps in a Python object")
+        return _constant(self.tx, value)
+
+    # ---------------------------------------------------------------------- the results
+
+    def _build(self, value: Any) -> Any:
+        """A value as one of Dynamo's variables, the same one each time."""
+        known = self.built.get(id(value)) or self.view.variable_of(value)
+        if known is not None:
+            return known
+        if ConstantVariable.is_literal(value):
+            return ConstantVariable.create(value)
+        variable = self._new(value)
+        self.built[id(value)] = variable
+        return variable
+
+    def _new(self, value: Any) -> Any:
+        if type(value) is tuple:
+            return TupleVariable([self._build(v) for v in value])
+        if type(value) is list:
+            items = [self._build(v) for v in value]
+            return ListVariable(items, mutation_type=ValueMutationNew())
+        if type(value) is dict:
+            return new_dict({k: self._build(v) for k, v in value.items()}, self._build)
+        try:
+            return VariableTracker.build(self.tx, value)
+        except (Unsupported, AssertionError):
+            raise NotPython(f"a {_kind(value)}") from None
 
 
 def _is_graph_value(value: Any) -> bool:
-    return isinstance(value, (torch.Tensor, torch.SymInt, torch.SymFloat, torch.SymBool))
+    return isinstance(value, (torch.Tensor, *SYMBOLIC_TYPES))
 
 
-class _Placeholder:
-    """Stands for graph input ``position`` among the real arguments."""
-
-    def __init__(self, position: int) -> None:
-        self.position = position
+def _kind(value: Any) -> str:
+    text = str(value._type()) if isinstance(value, torch.ScriptObject) else type(value).__name__
+    return text.rpartition(".")[2]
 
 
-class _Inputs:
-    """Graph values among the arguments of the call, each once."""
-
-    def __init__(self) -> None:
-        self.proxies: list[Any] = []
-        self.values: list[Any] = []
-
-    def convert(self, variable: Any) -> Any:
-        variable = variable.realize()
-        if isinstance(variable, (TensorVariable, SymNodeVariable)):
-            return self._add(variable.as_proxy())
-        if isinstance(variable, TupleVariable) and variable.python_type() is tuple:
-            return tuple(self.convert(item) for item in variable.items)
-        if isinstance(variable, ListVariable) and variable.python_type() is list:
-            return [self.convert(item) for item in variable.items]
-        return _python_value(variable)
-
-    def _add(self, proxy: Any) -> _Placeholder:
-        if not isinstance(proxy, fx.Proxy):
-            raise NotPython
-        for position, known in enumerate(self.proxies):
-            if known.node is proxy.node:
-                return _Placeholder(position)
-        self.proxies.append(proxy)
-        self.values.append(proxy.node.meta["example_value"])
-        return _Placeholder(len(self.proxies) - 1)
+def _tracers(tracer: Any) -> Iterator[Any]:
+    while tracer is not None:
+        yield tracer
+        tracer = tracer.parent
 
 
-def _python_value(variable: Any) -> Any:
-    try:
-        if variable.is_python_constant():
-            return variable.as_python_constant()
-    except NotImplementedError:
-        raise NotPython from None
-    value = getattr(variable, "value", None)
-    if value is None or isinstance(value, torch.Tensor) or variable.source is None:
-        raise NotPython
-    return value
-
-
-def _filler(values: Any) -> Any:
-    def fill(value: Any) -> Any:
-        if isinstance(value, _Placeholder):
-            return values[value.position]
-        if type(value) in (tuple, list):
-            return type(value)(fill(v) for v in value)
-        return value
-
-    return fill
-
-
-def _free_values(tx: Any, traced: fx.GraphModule) -> dict[str, Any]:
-    """Dynamo's proxy of each tensor that the Function took from a closure or a global."""
-    free = {}
-    for node in traced.graph.find_nodes(op="get_attr"):
-        value = getattr(traced, node.target)
-        if isinstance(value, torch.Tensor) and node.target not in free:
-            free[node.target] = _find_tensor(tx, value).as_proxy()
-    return free
-
-
-def _find_tensor(tx: Any, tensor: torch.Tensor) -> Any:
-    """A tensor of a module that the traced code can reach, as Dynamo knows it."""
+def _of_a_module(tx: Any, tensor: torch.Tensor) -> Any:
+    """A parameter or buffer of a module that the model's forward can name."""
     frame = tx.output.root_tx
     for variable in list(frame.symbolic_locals.values()):
         if not isinstance(variable, VariableTracker):
             continue
-        module = _module_of(tx, variable.realize())
+        module = module_of(tx, variable.realize())
         if module is None:
             continue
         for name, value in [*module.named_parameters(), *module.named_buffers()]:
             if value is tensor:
-                return _attribute(frame, variable.realize(), name)
-    raise NotPython
+                return attribute(frame, variable.realize(), name)
+    return None
 
 
-def _module_of(tx: Any, variable: Any) -> torch.nn.Module | None:
-    value = getattr(variable, "value", None)
-    if value is None and getattr(variable, "module_key", None) is not None:
-        value = tx.output.get_submodule(variable.module_key)
-    return value if isinstance(value, torch.nn.Module) else None
-
-
-def _attribute(tx: Any, variable: Any, path: str) -> Any:
-    for name in path.split("."):
-        variable = variable.var_getattr(tx, name).realize()
-    return variable
-
-
-def _splice(tx: Any, traced: fx.GraphModule, inputs: Any, free: dict[str, Any]) -> list[Any]:
-    """Write the nodes of a traced graph into Dynamo's; the proxies of its outputs."""
-    proxies: dict[fx.Node, Any] = {}
-    remaining = iter(inputs)
-    for node in traced.graph.nodes:
-        if node.op == "placeholder":
-            proxies[node] = next(remaining)
-        elif node.op == "get_attr":
-            found = node.target in free
-            proxies[node] = free[node.target] if found else _body_proxy(tx, traced, node)
-        elif node.op == "output":
-            return [proxies[leaf] for leaf in pytree.tree_leaves(node.args[0])]
-        else:
-            args, kwargs = fx.node.map_arg((node.args, node.kwargs), proxies.__getitem__)
-            proxies[node] = tx.output.create_proxy(node.op, node.target, args, kwargs)
-            set_example_value(proxies[node].node, node.meta["val"])
-    return []
-
-
-def _body_proxy(tx: Any, traced: fx.GraphModule, node: fx.Node) -> Any:
-    name = installed_name(tx, getattr(traced, node.target), node.target.rstrip("0123456789_"))
-    return tx.output.create_proxy("get_attr", name, (), {})
+def _constant(tx: Any, tensor: torch.Tensor) -> Any:
+    """A tensor that belongs to no module, as an attribute of Dynamo's graph."""
+    modules = tx.output.nn_modules
+    names = (name for name, known in modules.items() if known is tensor)
+    name = next(names, None)
+    if name is None:
+        name = f"captured_constant_{len(modules)}"
+        modules[name] = tensor
+    proxy = tx.output.root_tracer.create_proxy("get_attr", name, (), {})
+    set_example_value(proxy.node, tx.output.fake_mode.from_tensor(tensor, static_shapes=True))
+    return proxy
 
 
 def installed_name(tx: Any, body: fx.GraphModule, prefix: str = "captured_body") -> str:
@@ -189,23 +244,3 @@ def installed_name(tx: Any, body: fx.GraphModule, prefix: str = "captured_body")
         if module is body:
             return name
     return tx.output.install_subgraph(prefix, body)
-
-
-def _rebuild(tx: Any, result: Any, outputs: list[Any]) -> Any:
-    """What ``apply`` returned, as Dynamo's variables."""
-    remaining = iter(outputs)
-
-    def build(value: Any) -> Any:
-        if _is_graph_value(value):
-            proxy = next(remaining)
-            proxy.node.meta.pop("example_value", None)
-            return wrap_fx_proxy(tx=tx, proxy=proxy, example_value=value)
-        if type(value) is tuple:
-            return TupleVariable([build(v) for v in value])
-        if type(value) is list:
-            return ListVariable([build(v) for v in value])
-        if ConstantVariable.is_literal(value):
-            return ConstantVariable.create(value)
-        raise NotPython
-
-    return build(result)

@@ -27,14 +27,15 @@ from torch._dynamo.variables.tensor import TensorVariable
 
 from hops._capture_checkpoint import resolve_use_reentrant
 from hops._capture_hooks import call_original
-from hops._dynamo_errors import naming, python_value
+from hops._dynamo_changes import NotPython
+from hops._dynamo_errors import CaptureErrorInDynamo, naming
+from hops._dynamo_python import lasting_object
 from hops._torch import (
     CHECKPOINT_KEYWORDS,
     SYMBOLIC_TYPES,
     stock_tag_activation_checkpoint,
     torch_checkpoint,
 )
-from hops.errors import CaptureError
 from hops.tag_activation_checkpoint import CONTEXT_FN
 
 _REGION = "hops_region"
@@ -72,7 +73,7 @@ def trace_region(tx: Any, checkpoint: Any, args: list[Any], kwargs: dict[str, An
     name = _name_of(function)
     keywords = {k: v for k, v in kwargs.items() if k not in CHECKPOINT_KEYWORDS}
     with naming(f"the checkpointed region of {name}"):
-        options = {k: python_value(v) for k, v in kwargs.items() if k in CHECKPOINT_KEYWORDS}
+        options = _options(tx, name, kwargs)
         reentrant = resolve_use_reentrant(call_original, options, dict.fromkeys(keywords))
         if not torch.is_grad_enabled():
             return function.call_function(tx, inputs, keywords)
@@ -103,6 +104,17 @@ def _own_leaves(output: Any) -> Iterator[None]:
     before = len(leaves)
     yield
     del leaves[before:]
+
+
+def _options(tx: Any, name: str, kwargs: dict[str, Any]) -> dict[str, Any]:
+    known = {k: v for k, v in kwargs.items() if k in CHECKPOINT_KEYWORDS}
+    try:
+        return {k: lasting_object(tx, v) for k, v in known.items()}
+    except NotPython as error:
+        raise CaptureErrorInDynamo(
+            f"hops: strict capture cannot keep {error} as an argument of checkpoint, for the "
+            f"region of {name}. Capture with strict=False."
+        ) from error
 
 
 def _curried(checkpoint: Any, **options: Any) -> Any:
@@ -205,7 +217,7 @@ class _Fold:
                 continue
             for user in [u for u in node.users if u not in inside]:
                 if user.target is not operator.getitem:
-                    raise CaptureError(
+                    raise CaptureErrorInDynamo(
                         f"hops: {node.name!r}, which is no tensor or number, leaves the "
                         f"checkpointed region of {self.region.name}, which strict capture "
                         "cannot write down. Capture with strict=False."

@@ -21,9 +21,10 @@ from torch._dynamo.variables.higher_order_ops import (
 )
 from torch._dynamo.variables.misc import AutogradFunctionVariable
 
-from hops import _dynamo_compile
+from hops import _dynamo_classes, _dynamo_compile
 from hops._capture_function import function_name
-from hops._dynamo_functions import NotPython, capture_by_running, installed_name
+from hops._dynamo_errors import naming
+from hops._dynamo_functions import capture_by_running, installed_name
 from hops._dynamo_policies import known_context_fn
 from hops._dynamo_regions import MARKS, fold_regions, trace_region
 from hops._torch import (
@@ -119,30 +120,17 @@ def call_apply_under_export(stock: Callable[..., Any]) -> Callable[..., Any]:
     """``AutogradFunctionVariable.call_apply``; under export a Function is captured
     by running it, as every other front end does (``hops._dynamo_functions``).
 
-    Dynamo's own tracing serves where an argument cannot be given to real Python;
-    it then gets the name of the Function written on its node.  What
-    ``torch.compile`` hands to a backend stays as stock writes it.
+    What ``torch.compile`` hands to a backend stays as stock writes it.
     """
 
     @functools.wraps(stock)
     def call_apply(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
         if not tx.output.export:
             return _dynamo_compile.read_call(stock, self, tx, args, kwargs)
-        try:
+        with naming(function_name(self.fn_cls)):
             return capture_by_running(tx, self.fn_cls, args, kwargs)
-        except NotPython:
-            return _with_name(stock(self, tx, args, kwargs), tx, self.fn_cls)
 
     return call_apply
-
-
-def _with_name(result: Any, tx: Any, function: type) -> Any:
-    for node in reversed(tx.output.current_tracer.graph.nodes):
-        if node.target is stock_autograd_function_apply:
-            if "name" not in node.kwargs:
-                node.kwargs = {**node.kwargs, "name": function_name(function)}
-            break
-    return result
 
 
 def call_user_compiler(stock: Callable[..., Any]) -> Callable[..., Any]:
@@ -168,11 +156,13 @@ def install() -> Callable[[], None]:
     OutputGraph.call_user_compiler = call_user_compiler(compiler_before)
     fx.node._side_effectful_functions.update(MARKS)
     stop_watching = _dynamo_compile.install()
+    restore_classes = _dynamo_classes.install()
     inlined = trace_rules.get_mod_inlinelist()
     inlined.add(torch_checkpoint.__file__)
 
     def restore() -> None:
         stop_watching()
+        restore_classes()
         TorchHigherOrderOperatorVariable.make = make_before
         AutogradFunctionVariable.call_apply = apply_before
         OutputGraph.call_user_compiler = compiler_before

@@ -32,6 +32,7 @@ from hops._export_files import (
 from hops._export_names import naming_the_wrapped
 from hops._export_passes import EXPORT_PASSES, mend_export_pass
 from hops._import_hook import after_import
+from hops._refusals import refuse_read_of_values
 from hops._shared_bodies import share_bodies
 from hops._subgraph import settle
 from hops._torch import (
@@ -130,12 +131,14 @@ _HOOKS = (torch.Tensor.register_hook, torch.Tensor.register_post_accumulate_grad
 
 
 def _minding_autograd(torch_function: Callable[..., Any]) -> Callable[..., Any]:
-    """Apply a recorded switch of grad mode, and refuse hooks on tensors of the trace."""
+    """Apply a recorded switch of grad mode, and refuse hooks on tensors of the trace
+    and reads of their values in a Function."""
 
     @functools.wraps(torch_function)
     def __torch_function__(
         self: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
+        refuse_read_of_values(func, args)
         if func in _HOOKS:
             node = getattr(args[0], "grad_fn", None)
             raise CaptureError(

@@ -35,6 +35,7 @@ from hops._decisions import (
     is_marked,
     policy_named,
 )
+from hops._source_lines import last_line
 from hops.errors import HopsWarning, ReplayError
 from hops.tag_activation_checkpoint import CONTEXT_FN
 
@@ -168,10 +169,9 @@ class _Complaint:
 def region_name(body: fx.GraphModule) -> str:
     """Words for a region, for messages: where in the user's source it is."""
     for node in called_nodes(body):
-        lines = [line.strip() for line in (node.meta.get("stack_trace") or "").splitlines()]
-        places = [line for line in lines if line.startswith("File ")]
-        if places:
-            return f"the checkpointed region at {places[-1].removeprefix('File ')}"
+        place = last_line(node.meta.get("stack_trace") or "")
+        if place:
+            return f"the checkpointed region at {place}"
     names = ", ".join(node.name for node in called_nodes(body)[:3])
     return f"the checkpointed region of {names}"
 

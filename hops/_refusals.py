@@ -10,9 +10,10 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import fx
 
 from hops._subgraph import recording_on_this_thread
-from hops._torch import is_data_dependence
+from hops._torch import FakeTensor, is_data_dependence
 from hops.errors import CaptureError
 
 
@@ -71,3 +72,42 @@ def _leaves(outputs: Any) -> Iterator[torch.Tensor]:
         if hasattr(node, "variable"):
             yield node.variable
         waiting += [parent for parent, _ in node.next_functions]
+
+
+_READS = (torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.tolist)
+
+
+def refuse_read_of_values(function: Any, args: tuple[Any, ...]) -> None:
+    """Refuse that captured code hands a real tensor of the trace to code outside of torch:
+    what comes back would be a constant of the graph.  (Fake tensors have no values.)
+
+    Args:
+        function: a torch function that is about to run on ``args``.
+    """
+    if function not in _READS or isinstance(args[0], FakeTensor):
+        return
+    recording = recording_on_this_thread()
+    if recording is None:
+        return
+    slot = recording.tracer.tensor_tracker.get(args[0])
+    if slot is not None and not _is_constant(slot.proxy.node):
+        raise CaptureError(
+            f"hops: {recording.name} looks at the values of its tensors by "
+            f"Tensor.{function.__name__}, which a graph cannot follow. Write it with tensor "
+            "operations, or wrap it in torch.library.custom_op."
+        )
+
+
+def _is_constant(node: fx.Node) -> bool:
+    """Whether a value is the same in every run: ``torch.ones(3)`` and what comes of it."""
+    seen, waiting = {node}, [node]
+    while waiting:
+        operation = waiting[-1].target
+        if not isinstance(operation, torch._ops.OpOverload):
+            return False
+        if torch.Tag.nondeterministic_seeded in operation.tags:
+            return False
+        sources = [source for source in waiting.pop().all_input_nodes if source not in seen]
+        seen.update(sources)
+        waiting += sources
+    return True

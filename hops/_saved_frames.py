@@ -7,10 +7,8 @@ user's; its line numbers tell the node, and the node tells the user's line.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import inspect
-import os
 import re
 import sys
 import weakref
@@ -23,19 +21,10 @@ import torch
 from torch import fx
 
 from hops._capture_function import function_name
+from hops._source_lines import NOT_THE_USERS, last_line, line
 from hops._torch import torch_checkpoint
 
 _FunctionNode: Any = torch.autograd.function.BackwardCFunction
-
-#: Files whose lines are not the user's.
-_HERE = os.path.dirname(__file__)
-_OTHERS = (
-    "<",
-    contextlib.__file__,
-    os.path.join(os.path.dirname(torch.__file__), ""),
-    os.path.join(_HERE, ""),
-    os.path.join(os.path.dirname(_HERE), "dispatch_rules", ""),
-)
 
 
 @dataclass(frozen=True)
@@ -104,13 +93,9 @@ def _source(frame: FrameType) -> str:
     """The user's line of a frame: its own, or the one that a captured node holds."""
     _, source = _captured_node(frame)
     code = frame.f_code
-    if source or code.co_filename.startswith(_OTHERS):
+    if source or code.co_filename.startswith(NOT_THE_USERS):
         return source
-    return _line(code.co_filename, frame.f_lineno, code.co_name)
-
-
-def _line(file: str, number: int | str, function: str) -> str:
-    return f"{os.path.basename(file)}:{number} in {function}"
+    return line(code.co_filename, frame.f_lineno, code.co_name)
 
 
 #: For each generated ``forward``: its code, and name and user's line of the node of each line.
@@ -130,23 +115,13 @@ def _captured_node(frame: FrameType) -> tuple[str, str]:
     if module not in _lines or _lines[module][0] is not code:
         nodes = {node.name: node for node in module.graph.nodes}
         found = {}
-        for number, line in enumerate(code.splitlines(), start=1):
-            match = re.match(r"\s*(\w+)\s*[:=]", line)
+        for number, text in enumerate(code.splitlines(), start=1):
+            match = re.match(r"\s*(\w+)\s*[:=]", text)
             if match and match[1] in nodes:
                 node = nodes[match[1]]
-                found[number] = (node.name, _last_line(node.meta.get("stack_trace") or ""))
+                found[number] = (node.name, last_line(node.meta.get("stack_trace") or ""))
         _lines[module] = (code, found)
     return _lines[module][1].get(frame.f_lineno, ("", ""))
-
-
-def _last_line(stack_trace: str) -> str:
-    """The innermost line of the user's in the text of a stack."""
-    for file, number, function in reversed(
-        re.findall(r'File "(.+?)", line (\d+), in (\S+)', stack_trace)
-    ):
-        if not file.startswith(_OTHERS):
-            return _line(file, number, function)
-    return ""
 
 
 def _function_node(frame: FrameType) -> int | None:

@@ -63,7 +63,6 @@ __all__ = [
     "below_autograd",
     "functions_with_effects",
     "functorch_is_active",
-    "is_functorch_wrapped",
     "modes_are_active",
     "set_grad_enabled",
     "cache_earlier_output",
@@ -83,6 +82,7 @@ __all__ = [
     "get_proxy_mode",
     "is_data_dependence",
     "is_traceable_wrapper_subclass",
+    "is_transformed",
     "mark_saved_without_version_check",
     "native_apply",
     "native_call",
@@ -174,13 +174,10 @@ sac_ignored_operations = torch_checkpoint.SAC_IGNORED_OPS
 
 
 def sac_context(is_recompute: bool, output: Any) -> Any:
-    """What a policy is told about a call; ``op_output`` came with torch 2.10."""
-    parameters = inspect.signature(torch_checkpoint.SelectiveCheckpointContext).parameters
-    if "op_output" in parameters:
-        return torch_checkpoint.SelectiveCheckpointContext(
-            is_recompute=is_recompute, op_output=output
-        )
-    return torch_checkpoint.SelectiveCheckpointContext(is_recompute=is_recompute)
+    """What a policy is told about a call; torch itself gives ``op_output`` from 2.10 on."""
+    context = torch_checkpoint.SelectiveCheckpointContext(is_recompute=is_recompute)
+    context.op_output = output
+    return context
 
 
 def cache_earlier_output(
@@ -344,10 +341,10 @@ def forward_mode_is_active() -> bool:
     return forward_ad._current_level >= 0
 
 
+is_transformed = torch._C._functorch.is_functorch_wrapped_tensor
 without_torch_functions = torch._C.DisableTorchFunction
 set_grad_enabled = torch._C._set_grad_enabled
 functorch_is_active = torch._C._are_functorch_transforms_active
-is_functorch_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
 
 
 def transformed_tensor_requires_grad(tensor: Any) -> bool:
@@ -481,9 +478,16 @@ def is_data_dependence(error: Exception) -> bool:
 
     if isinstance(error, (GuardOnDataDependentSymNode, DataDependentOutputException)):
         return True
-    return "trying to get a value out of symbolic" in str(error) or (
-        "trying to get value out of a tracing tensor" in str(error)
-    )
+    return any(message in str(error) for message in _DATA_DEPENDENCE)
+
+
+#: An item of a real tensor; numpy() and the memory of a fake one.
+_DATA_DEPENDENCE = (
+    "trying to get a value out of symbolic",
+    "trying to get value out of a tracing tensor",
+    "is not supported for tensor subclasses",
+    "Cannot access data pointer of Tensor",
+)
 
 
 def _is_unbacked(sym_node: Any) -> bool:

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from models import FunctionModel, Scale, assert_same, gradients, operators
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import hops
 
@@ -66,3 +67,36 @@ def test_a_function_under_a_transform_is_refused_by_name(transform):
 
     with pytest.raises(hops.CaptureError, match="Sine is applied under a torch.func transform"):
         export(Transformed(), strict=False)
+
+
+@pytest.mark.parametrize("read", ["numpy", "tolist", "__array__"])
+def test_values_that_leave_torch_are_refused_by_name(read):
+    """Where real tensors are traced, what comes back would be a constant of the graph."""
+
+    class Outside(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return torch.as_tensor(getattr(x.detach(), read)()) * 2
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad
+
+    x = torch.ones(3, requires_grad=True)
+    with pytest.raises(hops.CaptureError, match=f"Outside looks at the values.*Tensor.{read}"):
+        make_fx(lambda x: Outside.apply(x * 2), pre_dispatch=True)(x)
+
+
+def test_values_that_depend_on_no_input_may_be_read():
+    class Constant(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x * torch.ones(2).tolist()[0]
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad * 3
+
+    x = torch.ones(3, requires_grad=True)
+    graph = make_fx(lambda x: Constant.apply(x * 2), pre_dispatch=True)(x)
+    assert torch.equal(graph(x), x * 2)

@@ -297,9 +297,9 @@ def test_gradients_are_laid_out_as_those_of_the_trace(seed):
     if tensor.is_contiguous():
         return
     traced = torch.ones_like(tensor)
-    orders = autograd._unusual_orders([tensor])
+    orders = autograd.unusual_orders([tensor])
     arrived = torch.ones(tensor.shape[::-1]).permute(*reversed(range(dims)))
     for gradient in (arrived, torch.ones(()).expand(tensor.shape)):
-        laid_out = autograd._laid_out(gradient, orders, 0)
+        laid_out = autograd.laid_out(gradient, orders, 0)
         assert laid_out.permute(orders[0]).is_contiguous()
         assert traced.permute(orders[0]).is_contiguous()

@@ -4,7 +4,13 @@ import pytest
 import torch
 from models import FunctionModel, assert_same, gradients, operators
 from torch.overrides import TorchFunctionMode
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
+
+import hops
 
 
 def export(model):
@@ -17,7 +23,16 @@ def assert_captured(model, *expected):
     want = gradients(model, x)
     ep = export(model)
     assert operators(ep.graph_module) == list(expected)
-    assert_same(gradients(ep.module(), x), want)
+    assert_same(with_all(gradients(ep.module(), x), want), want)
+
+
+def with_all(got, want):
+    """Strict export drops the parameters that nothing uses: they have no gradient."""
+    return got[0], {**dict.fromkeys(want[1]), **got[1]}
+
+
+class Holder:
+    """An object to set attributes on."""
 
 
 class Closure(FunctionModel):
@@ -66,22 +81,22 @@ def test_a_region_under_a_function_mode():
 
 
 def test_what_a_region_leaves_behind():
-    """On a list, on the module, in a variable around it: all is as if it were no region."""
+    """On a list, on an object, in a variable around it: all is as if it were no region."""
 
     class Leaves(FunctionModel):
         def forward(self, x):
-            seen, count = [], 0
+            seen, count, holder = [], 0, Holder()
 
             def region(h):
                 nonlocal count
                 count += 1
                 seen.append(h.sin() * 2)
-                self.last = h.cos()
+                holder.last = h.cos()
                 return seen[-1] * self.weight
 
             y = checkpoint(region, self.linear(x), use_reentrant=False)
             y = checkpoint(region, y, use_reentrant=False)
-            return y * count + seen[0] + seen[1] + self.last
+            return y * count + seen[0] + seen[1] + holder.last
 
     assert_captured(Leaves(), *["tag_activation_checkpoint"] * 2)
 
@@ -107,6 +122,34 @@ def test_a_no_grad_block_around_and_at_the_start_of_a_region():
     assert_captured(Switching(), "tag_activation_checkpoint")
 
 
+def test_a_policy_that_is_made_in_forward():
+    class Selective(FunctionModel):
+        def forward(self, x):
+            saved = [torch.ops.aten.sin.default]
+
+            def policy(context, operation, *args, **kwargs):
+                if operation in saved:
+                    return CheckpointPolicy.MUST_SAVE
+                return CheckpointPolicy.PREFER_RECOMPUTE
+
+            def contexts():
+                return create_selective_checkpoint_contexts(policy)
+
+            return checkpoint(
+                lambda h: (h.sin() * self.weight).cos(),
+                self.linear(x),
+                use_reentrant=False,
+                context_fn=contexts,
+            )
+
+    model = Selective()
+    assert_captured(model, "tag_activation_checkpoint")
+    (node,) = export(model).graph.find_nodes(
+        op="call_function", target=torch.ops.higher_order.tag_activation_checkpoint
+    )
+    assert node.kwargs["policy"] == ["aten.sin.default 0 MUST_SAVE"]
+
+
 def test_what_dynamo_cannot_trace_names_the_region():
     class Opening(FunctionModel):
         def forward(self, x):
@@ -118,3 +161,204 @@ def test_what_dynamo_cannot_trace_names_the_region():
 
     with pytest.raises(Exception, match=r"checkpointed region of .*opening(.|\n)*strict=False"):
         export(Opening())
+
+
+# ----------------------------------------------------------- Functions and pending Python state
+
+
+class Factor(torch.autograd.Function):
+    """Multiplies by what it finds in Python objects when it is applied."""
+
+    @staticmethod
+    def forward(ctx, x, find):
+        ctx.found = find()
+        return x * ctx.found
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * ctx.found * 2, None
+
+
+class Finding(FunctionModel):
+    factor = 1.0
+
+    def __init__(self):
+        super().__init__()
+        self.items = [1.0]
+        self.table = {"a": 1.0}
+
+
+def test_a_function_finds_what_the_model_has_set():
+    class Set(Finding):
+        def forward(self, x):
+            self.factor = 3.0
+            return Factor.apply(self.linear(x), lambda: self.factor)
+
+    assert_captured(Set(), "autograd_function_apply")
+
+
+def test_a_function_finds_what_the_model_has_put_on_a_list_and_in_a_dict():
+    class Put(Finding):
+        def forward(self, x):
+            self.items.append(5.0)
+            self.table["b"] = 7.0
+            return Factor.apply(self.linear(x), lambda: self.items[-1] * self.table["b"])
+
+    model = Put()
+    assert_equal(export(model), Put(), model)
+
+
+def assert_equal(ep, fresh, model):
+    fresh.load_state_dict(model.state_dict())
+    x = torch.ones(2, 3)
+    want = gradients(fresh, x)
+    assert_same(with_all(gradients(ep.module(), x), want), want)
+
+
+def test_a_function_finds_tensors_that_the_model_has_set():
+    class Set(Finding):
+        def forward(self, x):
+            y = self.linear(x)
+            holder = Holder()
+            holder.cache = y.sin()
+            self.items.append(y.cos())
+            return Factor.apply(y, lambda: holder.cache * self.items[-1])
+
+    model = Set()
+    assert_equal(export(model), Set(), model)
+
+
+def test_a_function_finds_a_variable_around_it():
+    class Around(FunctionModel):
+        def forward(self, x):
+            y = self.linear(x)
+            scale = y.detach().sin()
+            z = Factor.apply(y, lambda: scale)
+            scale = scale + 1
+            return Factor.apply(z, lambda: scale)
+
+    assert_captured(Around(), *["autograd_function_apply"] * 2)
+
+
+class Leave(torch.autograd.Function):
+    """Leaves a value behind in a Python object."""
+
+    @staticmethod
+    def forward(ctx, x, leave):
+        leave(x.exp())
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * 3, None
+
+
+def test_the_model_finds_what_a_function_has_left():
+    class Find(FunctionModel):
+        def forward(self, x):
+            items, table, last = [], {}, None
+
+            def leave(value):
+                nonlocal last
+                items.append(value)
+                table["key"] = value * 2
+                last = value * 3
+
+            y = Leave.apply(self.linear(x), leave)
+            y = Leave.apply(y, leave)
+            return y * items[0] + items[1] + table["key"] * last + len(items)
+
+    assert_captured(Find(), *["autograd_function_apply"] * 2)
+
+
+def test_the_model_finds_what_a_function_has_set_on_an_object():
+    class Find(FunctionModel):
+        def forward(self, x):
+            holder = Holder()
+            holder.count = 1
+
+            def leave(value):
+                holder.cache = value
+                holder.count = holder.count + 1
+
+            before = holder.count
+            y = Leave.apply(self.linear(x), leave)
+            return y * holder.cache * holder.count + before
+
+    assert_captured(Find(), "autograd_function_apply")
+
+
+def test_what_a_function_sets_on_the_model_is_found_or_refused_by_name():
+    class Find(FunctionModel):
+        def leave(self, value):
+            self.cache = value
+
+        def forward(self, x):
+            return Leave.apply(self.linear(x), self.leave) * self.cache
+
+    model = Find()
+    try:
+        ep = export(model)
+    except hops.CaptureError as refusal:
+        assert "Leave" in str(refusal) and "strict=False" in str(refusal)
+    else:
+        assert_equal(ep, Find(), model)
+    assert "cache" not in vars(model), "no fake tensor stays on the model"
+
+
+class Sine(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return torch.sin(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * 3
+
+
+def test_a_function_under_a_function_mode():
+    class Moded(FunctionModel):
+        def forward(self, x):
+            y = self.linear(x)
+            with Negated():
+                y = Sine.apply(y)
+            return Sine.apply(y)
+
+    assert_captured(Moded(), *["autograd_function_apply"] * 2)
+
+
+def test_a_class_of_a_function_in_forward():
+    class Defining(FunctionModel):
+        def forward(self, x):
+            y = self.linear(x)
+            middle = y.cos()
+
+            class Inside(torch.autograd.Function):
+                scale = 2.0
+
+                @staticmethod
+                def forward(ctx, h):
+                    ctx.save_for_backward(h, middle)
+                    ctx.scale = Inside.scale
+                    return h * middle * self.weight
+
+                @staticmethod
+                def backward(ctx, grad):
+                    h, middle = ctx.saved_tensors
+                    return grad * h * middle * ctx.scale
+
+            y = Inside.apply(y)
+            middle = middle + 1
+            Inside.scale = 5.0
+            return Inside.apply(y)
+
+    assert_captured(Defining(), *["autograd_function_apply"] * 2)
+
+
+def test_what_cannot_be_handed_to_a_function_names_it():
+    class Handing(FunctionModel):
+        def forward(self, x):
+            return Factor.apply(self.linear(x), x.numpy())
+
+    with pytest.raises(Exception, match=r"Factor(.|\n)*strict=False"):
+        export(Handing())

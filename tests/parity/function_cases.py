@@ -2465,6 +2465,53 @@ def items_as_argument_and_output():
     return Model(body), (tensor(),)
 
 
+@case(aot=True)
+def operations_that_give_back_their_argument():
+    """``to`` and ``contiguous`` give the same tensor; it is used again after the Function."""
+
+    class Cast(Function):
+        @staticmethod
+        def forward(ctx, x, weight):
+            x, weight = x.to(torch.float32), weight.contiguous()
+            ctx.save_for_backward(x, weight)
+            return x * weight
+
+        @staticmethod
+        def backward(ctx, grad):
+            x, weight = ctx.saved_tensors
+            return grad.to(x.dtype) * weight.to(grad.dtype) * 2, (grad * x.to(grad.dtype)).sum(0)
+
+    def body(self, x):
+        x = x * 1
+        y = Cast.apply(x, self.weight)
+        return y + x * 3 + Cast.apply(x, self.weight) * self.weight
+
+    return Model(body), (tensor(),)
+
+
+@case()
+def autograd_grad_through_results_that_are_gone():
+    """Autograd keeps the result of ``tanh`` when nobody else does any more."""
+
+    class Implicit(Function):
+        @staticmethod
+        def forward(ctx, x, module):
+            ctx.module = module
+            ctx.save_for_backward(x)
+            return module.layers(x).detach()
+
+        @staticmethod
+        def backward(ctx, grad):
+            (x,) = ctx.saved_tensors
+            with torch.enable_grad():
+                x = x.detach().requires_grad_()
+                (found,) = torch.autograd.grad(ctx.module.layers(x), x, grad)
+            return found * 2, None
+
+    layers = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3), nn.Tanh())
+    return Model(lambda self, x: Implicit.apply(x * self.weight, self), layers=layers), (tensor(),)
+
+
 # ------------------------------------------------------------------------------------------ State
 
 section("Python state and buffers")

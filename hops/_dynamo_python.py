@@ -1,0 +1,395 @@
+"""Dynamo's variables as Python objects, for one run of user code in the middle of a trace.
+
+Dynamo keeps what the model does to Python objects to itself until its trace is
+over: an attribute that was set, an item that was appended are pending, and the
+objects themselves are as they were before.  User code that is run for real has
+to find them as eager would have left them, and what it does to them has to
+become known to Dynamo.  So for the time of the run everything that is pending
+is put in place (:meth:`PythonView.put_pending_in_place`), and afterwards taken
+back (:meth:`PythonView.restore`); what the run changed is handed to Dynamo
+(:mod:`hops._dynamo_changes`).
+
+Tensors are Dynamo's fake ones.  A parameter or buffer of a module that the code
+can reach is exchanged for the fake tensor that Dynamo knows it by.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch._dynamo.variables.base import AttributeMutationExisting
+from torch._dynamo.variables.constant import ConstantVariable
+from torch._dynamo.variables.dicts import ConstDictVariable
+from torch._dynamo.variables.functions import (
+    FunctoolsPartialVariable,
+    NestedUserFunctionVariable,
+    UserFunctionVariable,
+    UserMethodVariable,
+)
+from torch._dynamo.variables.misc import (
+    AutogradFunctionVariable,
+    CellVariable,
+    DeletedVariable,
+    GetAttrVariable,
+    NewGlobalVariable,
+)
+from torch._dynamo.variables.tensor import (
+    NumpyNdarrayVariable,
+    SymNodeVariable,
+    TensorVariable,
+    UnspecializedPythonVariable,
+)
+from torch._dynamo.variables.user_defined import UserDefinedObjectVariable
+
+from hops._dynamo_changes import Attributes, Cell, Items, Mapping, NotPython
+from hops._dynamo_variables import attribute_or_none, items_of, kind_of, module_of
+
+_CELLS = "_hops_cells"
+
+
+class _Unknown:
+    """Stands for a pending value that has no Python counterpart; it serves for nothing."""
+
+
+class PythonView:
+    """The Python objects of one run.
+
+    Attributes:
+        tensors: the variable of each tensor and symbolic number, by the identity of its
+            example value.
+        parts: for each fake tensor that took the place of a real one, the variable of the
+            object that holds it, and the path there.
+        watched: what the run may change, to be compared afterwards.
+    """
+
+    def __init__(self, tx: Any) -> None:
+        self.tx = tx
+        self.tensors: dict[int, tuple[Any, Any]] = {}
+        self.parts: dict[int, tuple[Any, str]] = {}
+        self.watched: list[Any] = []
+        self._objects: dict[int, tuple[Any, Any]] = {}
+        self._undo: list[Callable[[], None]] = []
+
+    # ------------------------------------------------------------------ one variable
+
+    def object_of(self, variable: Any) -> Any:
+        """The Python object that stands for ``variable``, the same one each time.
+
+        Raises:
+            NotPython: there is none.
+        """
+        variable = variable.realize()
+        if id(variable) not in self._objects:
+            self._keep(variable, self._make(variable))
+        return self._objects[id(variable)][1]
+
+    def variable_of(self, value: Any) -> Any:
+        """The variable that ``value`` was made from, or None."""
+        if id(value) in self.tensors:
+            return self.tensors[id(value)][1]
+        for variable, known in self._objects.values():
+            if known is value and not ConstantVariable.is_literal(value):
+                return variable
+        return None
+
+    def _keep(self, variable: Any, value: Any) -> Any:
+        self._objects[id(variable)] = (variable, value)
+        return value
+
+    def _make(self, variable: Any) -> Any:
+        if isinstance(variable, (UnspecializedPythonVariable, NumpyNdarrayVariable)):
+            raise NotPython(type(variable).__name__)
+        if isinstance(variable, (TensorVariable, SymNodeVariable)):
+            return self._tensor(variable)
+        if isinstance(variable, CellVariable):
+            return self.cell(variable)
+        for kind, make in _FUNCTIONS:
+            if isinstance(variable, kind):
+                return make(self, variable)
+        container = self._container(variable)
+        if container is not None:
+            return container
+        module = module_of(self.tx, variable)
+        if module is not None:
+            return self._module(variable, module)
+        if isinstance(variable, UserDefinedObjectVariable):
+            return self._instance(variable, variable.value)
+        return self._constant(variable)
+
+    def _tensor(self, variable: Any) -> Any:
+        proxy = variable.as_proxy()
+        if not isinstance(proxy, torch.fx.Proxy):
+            raise NotPython(str(proxy))
+        value = proxy.node.meta["example_value"]
+        self.tensors.setdefault(id(value), (value, variable))
+        return value
+
+    def _constant(self, variable: Any) -> Any:
+        try:
+            if variable.is_python_constant():
+                return variable.as_python_constant()
+        except NotImplementedError:
+            raise NotPython(type(variable).__name__) from None
+        value = attribute_or_none(variable, "value")
+        if value is None or isinstance(value, torch.Tensor) or variable.source is None:
+            raise NotPython(type(variable).__name__)
+        return value
+
+    # ------------------------------------------------------------------- containers
+
+    def _container(self, variable: Any) -> Any:
+        kind, items = kind_of(variable), items_of(variable)
+        if items is None:
+            return None
+        if kind is list:
+            return self._fill(variable, [], lambda: [self.object_of(i) for i in items], Items)
+        if kind is dict and isinstance(variable, ConstDictVariable):
+            return self._fill(variable, {}, lambda: self._pairs(items), Mapping)
+        if kind in (tuple, torch.Size):
+            return kind(self.object_of(item) for item in items)
+        if isinstance(kind, type) and issubclass(kind, tuple) and hasattr(kind, "_make"):
+            return kind._make(self.object_of(item) for item in items)
+        return None
+
+    def _pairs(self, items: Any) -> dict[Any, Any]:
+        return {self.object_of(key.vt): self.object_of(value) for key, value in items.items()}
+
+    def _fill(self, variable: Any, empty: Any, contents: Callable[[], Any], watch: Any) -> Any:
+        """A list or dict of the contents that Dynamo knows: the user's own if there is one."""
+        own = self.original(variable)
+        is_own = type(own) is type(empty)
+        container = self._keep(variable, own if is_own else empty)
+        before, now = container.copy(), contents()
+        _replace(container, now)
+        if is_own:
+            self._undo.append(lambda: _replace(container, before))
+        self.watched.append(watch(variable, container))
+        return container
+
+    def original(self, variable: Any) -> Any:
+        """The user's object that Dynamo tracks as ``variable``, or None."""
+        effects = self.tx.output.side_effects
+        for item in effects.keepalive:
+            if effects.id_to_variable.get(id(item)) is variable:
+                return item
+        return None
+
+    # -------------------------------------------------------------- objects, modules
+
+    def _instance(self, variable: Any, value: Any) -> Any:
+        self._keep(variable, value)
+        for name, held in list(_namespace(value).items()):
+            if isinstance(held, torch.Tensor) and variable.source is not None:
+                self._set(value, name, self._part(held, variable, name))
+        pending = self.tx.output.side_effects.store_attr_mutations.get(variable, {})
+        for name, held in list(pending.items()):
+            self._set(value, name, self._pending(held))
+        self.watched.append(Attributes(variable, value, set(pending)))
+        return value
+
+    def _module(self, variable: Any, module: torch.nn.Module) -> Any:
+        for prefix, submodule in module.named_modules():
+            for kind in (submodule._parameters, submodule._buffers):
+                for name, held in list(kind.items()):
+                    if isinstance(held, torch.Tensor):
+                        path = f"{prefix}.{name}" if prefix else name
+                        self._put(kind, name, self._part(held, variable, path))
+        return self._instance(variable, module)
+
+    def _part(self, real: torch.Tensor, variable: Any, path: str) -> torch.Tensor:
+        """The fake tensor by which Dynamo knows, or will know, a part of an object."""
+        known = self.tx.output.side_effects.id_to_variable.get(id(real))
+        if isinstance(known, TensorVariable):
+            fake = known.as_proxy().node.meta["example_value"]
+        else:
+            fake = self.tx.output.fake_mode.from_tensor(real, static_shapes=True)
+        self.parts.setdefault(id(fake), (variable, path))
+        return fake
+
+    def _set(self, owner: Any, name: str, value: Any) -> None:
+        namespace = _namespace(owner)
+        if isinstance(owner, torch.nn.Module):
+            for kind in (owner._parameters, owner._buffers, owner._modules):
+                namespace = kind if name in kind else namespace
+        self._put(namespace, name, value)
+
+    def _put(self, namespace: dict[str, Any], name: str, value: Any) -> None:
+        had, before = name in namespace, namespace.get(name)
+        if value is DeletedVariable:
+            namespace.pop(name, None)
+        else:
+            namespace[name] = value
+
+        def undo() -> None:
+            namespace.pop(name, None)
+            if had:
+                namespace[name] = before
+
+        self._undo.append(undo)
+
+    def _pending(self, variable: Any) -> Any:
+        if isinstance(variable, DeletedVariable):
+            return DeletedVariable
+        try:
+            return self.object_of(variable)
+        except NotPython:
+            return _Unknown()
+
+    # ---------------------------------------------------------------- functions, cells
+
+    def _nested_function(self, variable: Any) -> Any:
+        code = variable.get_code()
+        cells = items_of(variable.closure) if variable.closure is not None else ()
+        defaults = variable.defaults and tuple(self.object_of(variable.defaults))
+        function = types.FunctionType(
+            code,
+            variable.f_globals,
+            variable.fn_name.as_python_constant(),
+            defaults,
+            tuple(self.cell(cell.realize()) for cell in cells or ()),
+        )
+        if variable.kwdefaults:
+            function.__kwdefaults__ = dict(self.object_of(variable.kwdefaults))
+        return function
+
+    def _method(self, variable: Any) -> Any:
+        if hasattr(variable, "im_func"):  # torch 2.15 on
+            function, owner = self.object_of(variable.im_func), variable.im_self
+        else:
+            function, owner = variable.fn, variable.obj
+        return types.MethodType(function, self.object_of(owner))
+
+    def _partial(self, variable: Any) -> Any:
+        args = [self.object_of(a) for a in variable.args]
+        keywords = {k: self.object_of(v) for k, v in variable.keywords.items()}
+        return functools.partial(self.object_of(variable.func), *args, **keywords)
+
+    def cell(self, variable: Any) -> types.CellType:
+        """The cell of a closure.  One that the traced code made is the same for the whole
+        trace, since a class that was made in the meantime may hold it."""
+        if id(variable) in self._objects:
+            return self._objects[id(variable)][1]  # type: ignore[no-any-return]
+        own = self.original(variable)
+        if not isinstance(own, types.CellType):
+            own = self._made_cells().setdefault(variable, types.CellType())
+        self._keep(variable, own)
+        self._fill_cell(variable, own)
+        return own
+
+    def _fill_cell(self, variable: Any, cell: types.CellType) -> None:
+        contents = self._contents(variable)
+        if contents is None:
+            return
+        before = Cell.contents_of(cell)
+        cell.cell_contents = self._pending(contents)
+        self._undo.append(lambda: Cell.put(cell, before))
+        self.watched.append(Cell(variable, cell))
+
+    def _contents(self, variable: Any) -> Any:
+        effects = self.tx.output.side_effects
+        if effects.has_pending_mutation_of_attr(variable, "cell_contents"):
+            found = effects.load_attr(variable, "cell_contents", deleted_ok=True)
+            return None if isinstance(found, DeletedVariable) else found
+        return variable.pre_existing_contents
+
+    def _made_cells(self) -> dict[Any, types.CellType]:
+        output = self.tx.output
+        if not hasattr(output, _CELLS):
+            setattr(output, _CELLS, {})
+        made: dict[Any, types.CellType] = getattr(output, _CELLS)
+        return made
+
+    # ------------------------------------------------------------------- before, after
+
+    def put_pending_in_place(self) -> None:
+        """Let the objects be as eager would have left them at this point."""
+        for variable in list(self._made_cells()):
+            self.cell(variable)
+        effects = self.tx.output.side_effects
+        for variable in list(effects.store_attr_mutations):
+            if not isinstance(variable.mutation_type, AttributeMutationExisting):
+                continue
+            if isinstance(variable, NewGlobalVariable):
+                self._put_global(variable)
+            elif not isinstance(variable, TensorVariable):
+                self._pending(variable)
+        for variable in list(effects.id_to_variable.values()):
+            if getattr(variable.mutation_type, "is_modified", False):
+                self._pending(variable)
+
+    def _put_global(self, variable: Any) -> None:
+        (pending,) = self.tx.output.side_effects.store_attr_mutations[variable].items()
+        frame = self.tx
+        while frame is not None:
+            if frame.symbolic_globals.get(pending[0]) is variable:
+                self._put(frame.f_globals, pending[0], self._pending(pending[1]))
+            frame = getattr(frame, "parent", None)
+
+    def function_modes(self) -> list[Any]:
+        """The function modes around this point, which Dynamo applies without entering them."""
+        stack = getattr(self.tx.symbolic_torch_function_state, "mode_stack", ())
+        return [self.object_of(mode) for mode in stack]
+
+    def restore(self) -> None:
+        """Take back all that was put in place."""
+        while self._undo:
+            self._undo.pop()()
+
+
+def _replace(container: Any, contents: Any) -> None:
+    container.clear()
+    container.update(contents) if isinstance(container, dict) else container.extend(contents)
+
+
+def _namespace(value: Any) -> dict[str, Any]:
+    found = getattr(value, "__dict__", None)
+    return found if isinstance(found, dict) else {}
+
+
+def lasting_object(tx: Any, variable: Any) -> Any:
+    """The Python object that stands for ``variable``, for use after the trace.
+
+    Raises:
+        NotPython: there is none, or it holds a tensor.
+    """
+    view = PythonView(tx)
+    try:
+        value = view.object_of(variable)
+        if view.tensors or view.parts:
+            raise NotPython("a function that closes over tensors or modules")
+        return _with_own_cells(value, [id(cell) for cell in view._made_cells().values()])
+    finally:
+        view.restore()
+
+
+def _with_own_cells(value: Any, made: list[int]) -> Any:
+    """A function that the traced code made, with a closure that stays what it is now."""
+    if isinstance(value, functools.partial):
+        keywords = {k: _with_own_cells(v, made) for k, v in value.keywords.items()}
+        return functools.partial(_with_own_cells(value.func, made), *value.args, **keywords)
+    closure = getattr(value, "__closure__", None) or ()
+    if not any(id(cell) in made for cell in closure):
+        return value
+    copy = types.FunctionType(
+        value.__code__,
+        value.__globals__,
+        value.__name__,
+        value.__defaults__,
+        tuple(types.CellType(_with_own_cells(cell.cell_contents, made)) for cell in closure),
+    )
+    copy.__kwdefaults__ = value.__kwdefaults__
+    return copy
+
+
+_FUNCTIONS: tuple[tuple[Any, Callable[[PythonView, Any], Any]], ...] = (
+    (NestedUserFunctionVariable, PythonView._nested_function),
+    (UserMethodVariable, PythonView._method),
+    (UserFunctionVariable, lambda view, variable: variable.fn),
+    (FunctoolsPartialVariable, PythonView._partial),
+    (AutogradFunctionVariable, lambda view, variable: variable.fn_cls),
+    (GetAttrVariable, lambda view, v: getattr(view.object_of(v.obj), v.name)),
+)
