@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from dispatch_rules import autograd
+from dispatch_rules import autograd, torch_func
 from hops import autograd_function_apply as function_operator
 from hops import tag_activation_checkpoint as checkpoint_operator
 from hops._body import drop_grad_switches, tidy_body
@@ -24,6 +24,7 @@ from hops._torch import (
     ProxyTorchDispatchMode,
     autocast_disabled,
     detect_fake_mode,
+    functorch_is_active,
     reenter_make_fx,
     set_grad_enabled_silently,
     unbacked_symbols_bound,
@@ -33,6 +34,9 @@ from hops.tag_activation_checkpoint import CONTEXT_FN
 
 
 def autograd_function_apply(mode: Any, fwd: Any, bwd: Any, *operands: Any, **options: Any) -> Any:
+    if functorch_is_active():
+        # Refused by name, as a Function in the user's code is.
+        return torch_func.autograd_function_apply(None, fwd, bwd, *operands, **options)
     with unbacked_symbols_bound(detect_fake_mode(operands)):
         result = autograd.autograd_function_apply(fwd, bwd, *operands, **options)
     if not mode.enable_tracing:

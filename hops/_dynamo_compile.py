@@ -13,6 +13,10 @@ reads a call, and what is done then:
 - a transform of ``torch.func`` around the call, before torch 2.15: stock takes
   the wrapped tensors for tensors without gradients and inlines the forward.
   It is told that they have gradients.
+- whatever stock refuses, where a capture is going on
+  (``dynamo_graph_capture_for_export``): captured by running, as under export.
+  Compiled code that stock refuses stays out of the graph: a reading that was
+  broken off has not made all guards.
 - a backward that reads the layout of its gradient: stock makes the gradient
   contiguous and believes the answer.  The backward is read again for other
   layouts; if something else than layout comes of it, the Function runs outside
@@ -48,6 +52,8 @@ from hops._torch import (
     stock_autograd_function_apply,
     transformed_tensor_requires_grad,
 )
+from hops._whole_capture import whole_capture_is_active
+from hops.autograd_function_apply import FUNCTION_NAME
 from hops.errors import CaptureError
 
 
@@ -92,14 +98,27 @@ class _CompiledCall:
             # A call of stock's that fails so would fail the whole compilation.
             start.go_back()
             return self._by_running("Dynamo fails on it with an internal error")
+        except (TorchDynamoException, RuntimeError) as error:
+            if not whole_capture_is_active() or isinstance(error, SkipFrame):
+                raise
+            start.go_back()
+            return self._by_running("is refused by Dynamo", error)
         if not reading.materialize_grads and _count_differentiable(result) > 1:
             start.go_back()
             reason = "calls ctx.set_materialize_grads(False)"
             if reading.has_side_effects:
                 self._break_graph(f"{reason} and changes Python objects in forward")
             return self._by_running(reason)
-        if reading.reads_layout:
-            self._compare_layouts(start)
+        if reading.reads_layout and self._layout_matters(start):
+            reason = (
+                "has a backward that does different things for gradients of different memory "
+                "layout (it looks at stride(), is_contiguous() or storage_offset())"
+            )
+            if not whole_capture_is_active():
+                self._break_graph(reason)
+            start.go_back()
+            return self._by_running(reason)
+        start.name_the_call(self.function)
         return result
 
     def read_under_transforms(self) -> Any:
@@ -132,33 +151,35 @@ class _CompiledCall:
         finally:
             _readings.pop()
 
-    def _by_running(self, reason: str) -> Any:
+    def _by_running(self, reason: str, cause: Exception | None = None) -> Any:
         """Capture the call by running it; stock has read it, so that all guards are there."""
         if functorch_is_active():
             self._break_graph(f"{reason}, under a transform")
         try:
             return capture_by_running(self.tx, self.function, self.args, self.kwargs)
-        except (NotPython, CaptureError) as error:
+        except NotPython as error:
+            self._break_graph(reason, cause or error)
+        except CaptureError as error:
+            if whole_capture_is_active():
+                raise
             self._break_graph(reason, error)
 
-    def _compare_layouts(self, start: _Start) -> None:
-        """Leave the graph if the backward does other things for gradients of another layout."""
+    def _layout_matters(self, start: _Start) -> bool:
+        """Whether the backward does other things for gradients of another layout."""
         reference = start.backward_body()
         after = _Start(self.tx)
         for layout in LAYOUTS:
             try:
                 _, reading = self._by_stock(layout)
+                body = after.backward_body()
             except (TorchDynamoException, RuntimeError):
                 # No backward for this layout, in eager neither.
-                after.go_back()
                 continue
-            body = after.backward_body()
-            after.go_back()
+            finally:
+                after.go_back()
             if reading.reads_layout and not same_but_for_layout(reference, body):
-                self._break_graph(
-                    "has a backward that does different things for gradients of different "
-                    "memory layout (it looks at stride(), is_contiguous() or storage_offset())"
-                )
+                return True
+        return False
 
     def _leave_frame(self, reason: str, cause: Exception | None = None) -> Any:
         """Run the frame in eager: what comes after a graph break under a transform has
@@ -185,6 +206,7 @@ class _Start:
         self.names = _names(self.graph)
         self.modules = set(tx.output.nn_modules)
         self.side_effects = tx.output.side_effects.clone()
+        self.grad_mode = torch.is_grad_enabled()
 
     def go_back(self) -> None:
         for node in reversed(self.graph.nodes):
@@ -196,15 +218,27 @@ class _Start:
         self.names["_used_names"].update(node.name for node in self.graph.nodes)
         vars(self.graph._graph_namespace).update(self.names)
         self.names = _names(self.graph)
+        # Dynamo really switches grad mode as it reads; a reading broken off leaves it so.
+        torch._C._set_grad_enabled(self.grad_mode)
         self.output.side_effects = self.side_effects
         self.side_effects = self.side_effects.clone()
 
     def backward_body(self) -> fx.Graph:
         """The backward of the call that was written since."""
+        return self._bodies()[1].graph
+
+    def name_the_call(self, function: type) -> None:
+        """Note the name of the Function on the call that was written since, if one was."""
+        for forward in self._bodies()[:1]:
+            forward.meta[FUNCTION_NAME] = function_name(function)
+
+    def _bodies(self) -> list[fx.GraphModule]:
         for node in reversed(self.graph.nodes):
-            if node.target is stock_autograd_function_apply and node not in self.nodes:
-                return self.output.nn_modules[node.args[1].target].graph
-        raise AssertionError("stock wrote no call")
+            if node in self.nodes:
+                break
+            if node.target is stock_autograd_function_apply:
+                return [self.output.nn_modules[body.target] for body in node.args[:2]]
+        return []
 
 
 def _names(graph: fx.Graph) -> dict[str, Any]:
@@ -290,7 +324,7 @@ def install() -> Callable[[], None]:
         (SideEffects, "mutation", _watching_mutations),
     ]
     rewriting = "autograd_function_backward_rewritten"
-    if rewriting in backward_rewriting.__dict__:
+    if hasattr(backward_rewriting, rewriting):
         sites.append((backward_rewriting, rewriting, _watching_rewriting))
     before = [(owner, name, owner.__dict__[name]) for owner, name, _ in sites]
     for owner, name, watching in sites:

@@ -48,6 +48,7 @@ from hops._torch import (
     stock_tag_activation_checkpoint,
     transform_functions,
 )
+from hops._whole_capture import noting_captures
 from hops.autograd_function_apply import AutogradFunctionApply
 from hops.errors import CaptureError
 from hops.tag_activation_checkpoint import TagActivationCheckpoint
@@ -220,6 +221,13 @@ def _patch_dynamo() -> Callable[[], None]:
     return _dynamo_rules.install()
 
 
+def _patch_functional_export() -> Callable[[], None]:
+    functional_export = sys.modules["torch._dynamo.functional_export"]
+    if not hasattr(functional_export, "fullgraph_capture"):
+        return lambda: None
+    return _attribute(functional_export, "fullgraph_capture", noting_captures)
+
+
 def _patch_aot_autograd() -> Callable[[], None]:
     aot_autograd = sys.modules["torch._functorch.aot_autograd"]
     return _attribute(aot_autograd, "_aot_export_function", keeping_node_metadata)
@@ -303,6 +311,12 @@ SITES = (
         "torch.compile too (it is watched while it reads them), and skips "
         "checkpoint_sequential",
         lambda: _once_imported("torch._dynamo", _patch_dynamo),
+    ),
+    Site(
+        "torch._dynamo.functional_export.fullgraph_capture",
+        "dynamo_graph_capture_for_export looks to Dynamo like a compilation, and fails on every "
+        "Function that Dynamo does not read itself",
+        lambda: _once_imported("torch._dynamo.functional_export", _patch_functional_export),
     ),
     Site(
         "torch._functorch.aot_autograd._aot_export_function",

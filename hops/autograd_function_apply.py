@@ -56,6 +56,10 @@ from hops._torch import (
 from hops._validation import FUNCTION_KEYWORDS, check_function_call, is_checked
 from hops.errors import ReplayError
 
+#: Where the forward body of a call that stock Dynamo wrote keeps the name of the Function:
+#: on the node it would change the text that backends of ``torch.compile`` see.
+FUNCTION_NAME = "hops_function_name"
+
 #: Installed by ``dispatch_rules.autograd``; called directly where nothing but
 #: autograd looks at the call, since dispatch through Python costs more than a
 #: whole ``Function.apply``.
@@ -120,7 +124,7 @@ class CallForm:
         self.fwd = fwd
         self.bwd = bwd
         self.options = options
-        self.name = options.get("name", "autograd_function_apply")
+        self.name = options.get("name") or fwd.meta.get(FUNCTION_NAME, "autograd_function_apply")
         self.num_outputs = options.get("num_outputs")
         self.single = False
         self.apply: Any = None
