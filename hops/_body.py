@@ -140,25 +140,31 @@ def _spell_out_sums(graph: fx.Graph) -> None:
 
 
 def tidy_body(module: fx.GraphModule) -> None:
-    """Number the nested bodies of a body from 0, so that its text does not
-    depend on what was captured before it, and give its nodes the module paths
-    of the user's model, as torch.export does for the nodes of the outer graph."""
-    counts: dict[str, int] = {}
-    renamed: dict[str, str] = {}
-    moved: dict[str, torch.nn.Module] = {}
-    for node in module.graph.nodes:
-        if node.op == "get_attr" and node.target not in renamed and holds_body(module, node):
-            prefix = str(node.target).rstrip("0123456789")
-            renamed[node.target] = f"{prefix}{counts.setdefault(prefix, 0)}"
-            counts[prefix] += 1
-            moved[renamed[node.target]] = getattr(module, node.target)
+    """:func:`tidy_graph` of a body that is a module already."""
+    nested = dict(module.named_children())
+    renamed = tidy_graph(module.graph, module)
     for target in renamed:
         delattr(module, target)
-    for target, attribute in moved.items():
-        module.register_module(target, attribute)
-    module.graph.__class__ = BodyGraph
-    _spell_out_sums(module.graph)
-    for node in module.graph.nodes:
+    for old, new in renamed.items():
+        module.register_module(new, nested[old])
+    module.recompile()
+
+
+def tidy_graph(graph: fx.Graph, owner: torch.nn.Module) -> dict[str, str]:
+    """Number the nested bodies of a body from 0, so that its text does not
+    depend on what was captured before it, and give its nodes the module paths
+    of the user's model, as torch.export does for the nodes of the outer graph.
+
+    Args:
+        owner: the module that has the nested bodies.
+
+    Returns:
+        The new name of each nested body by its old one, for the caller to move it.
+    """
+    graph.__class__ = BodyGraph
+    renamed = _new_names(graph, owner)
+    _spell_out_sums(graph)
+    for node in graph.nodes:
         if node.op == "get_attr" and node.target in renamed:
             node.target = renamed[node.target]
             node._rename(node.target)
@@ -167,7 +173,18 @@ def tidy_body(module: fx.GraphModule) -> None:
         stack = node.meta.get("nn_module_stack")
         if stack:
             node.meta["nn_module_stack"] = _without_export_root(stack)
-    module.recompile()
+    return renamed
+
+
+def _new_names(graph: fx.Graph, owner: torch.nn.Module) -> dict[str, str]:
+    counts: dict[str, int] = {}
+    renamed: dict[str, str] = {}
+    for node in graph.nodes:
+        if node.op == "get_attr" and node.target not in renamed and holds_body(owner, node):
+            prefix = str(node.target).rstrip("0123456789")
+            renamed[node.target] = f"{prefix}{counts.setdefault(prefix, 0)}"
+            counts[prefix] += 1
+    return renamed
 
 
 _EXPORT_ROOT = "_export_root"

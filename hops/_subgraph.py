@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from hops._body import Body, crosses_as_tensor, holds_body, pack_number, tidy_body
+from hops._body import Body, crosses_as_tensor, holds_body, pack_number, tidy_graph
 from hops._mode_switches import simplify_mode_switches
 from hops._torch import (
     SymbolicValues,
@@ -261,17 +261,14 @@ class Recording:
                 self.graph.erase_node(node)
         simplify_mode_switches(self.graph)
         root = self.tracer.root
-        nested = {}
-        for node in self.graph.nodes:
-            if node.op == "get_attr" and str(node.target) not in nested:
-                nested[str(node.target)] = getattr(root, str(node.target))
-        module = Body(dict(nested), self.graph)
-        for target in nested:
+        renamed = tidy_graph(self.graph, root)
+        module = Body({new: getattr(root, old) for old, new in renamed.items()}, self.graph)
+        for target in renamed:
             delattr(root, target)
-        tidy_body(module)
         name = self.tracer.get_fresh_qualname(prefix)
         root.register_module(name, module)
-        return self.tracer.create_node("get_attr", name, (), {})
+        with _no_stack_traces(self.tracer):
+            return self.tracer.create_node("get_attr", name, (), {})
 
     def splice(self) -> None:
         """Write the recorded nodes into the enclosing graph, with no operator."""
@@ -320,15 +317,33 @@ def emit(
     node = tracer.create_node("call_function", target, arguments, options)
     proxy = fx.Proxy(node, tracer)
     metadata: list[Any] = []
-    for position, value in enumerate(outputs):
-        if value is None:
-            metadata.append(None)
-            continue
-        slot = proxy[position]
-        track(value, slot, tracer)
-        metadata.append(slot.node.meta["val"])
+    parts = [n for n in node.all_input_nodes if n.op == "get_attr"]
+    with _no_stack_traces(tracer):
+        for position, value in enumerate(outputs):
+            if value is None:
+                metadata.append(None)
+                continue
+            slot = proxy[position]
+            track(value, slot, tracer)
+            metadata.append(slot.node.meta["val"])
+            parts.append(slot.node)
     node.meta["val"] = tuple(metadata)
+    for part in parts:
+        if node.stack_trace and not part.stack_trace:
+            part.stack_trace = node.stack_trace
     return node
+
+
+@contextmanager
+def _no_stack_traces(tracer: Any) -> Iterator[None]:
+    """Nodes that belong to a call have the stack trace of the call, which costs more to
+    take than all else that is done for such a node."""
+    before = tracer.record_stack_traces
+    tracer.record_stack_traces = False
+    try:
+        yield
+    finally:
+        tracer.record_stack_traces = before
 
 
 def owner_of(node: fx.Node, tracer: Any) -> torch.nn.Module:
