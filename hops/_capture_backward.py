@@ -209,7 +209,7 @@ class BackwardCapture:
         """A gradient of an output, and its placeholder."""
         placeholder = body.add_placeholder()
         with disable_proxy_modes_tracing():
-            gradient = torch.ones_like(value.detach())
+            gradient = torch.ones_like(value)
             if requires_grad:
                 gradient = gradient.requires_grad_().view_as(gradient)
         track(gradient, fx.Proxy(placeholder, self.tracer), self.tracer)
