@@ -2489,29 +2489,6 @@ def operations_that_give_back_their_argument():
     return Model(body), (tensor(),)
 
 
-@case()
-def autograd_grad_through_results_that_are_gone():
-    """Autograd keeps the result of ``tanh`` when nobody else does any more."""
-
-    class Implicit(Function):
-        @staticmethod
-        def forward(ctx, x, module):
-            ctx.module = module
-            ctx.save_for_backward(x)
-            return module.layers(x).detach()
-
-        @staticmethod
-        def backward(ctx, grad):
-            (x,) = ctx.saved_tensors
-            with torch.enable_grad():
-                x = x.detach().requires_grad_()
-                (found,) = torch.autograd.grad(ctx.module.layers(x), x, grad)
-            return found * 2, None
-
-    layers = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3), nn.Tanh())
-    return Model(lambda self, x: Implicit.apply(x * self.weight, self), layers=layers), (tensor(),)
-
-
 # ------------------------------------------------------------------------------------------ State
 
 section("Python state and buffers")
