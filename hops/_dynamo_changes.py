@@ -15,6 +15,8 @@ from torch._dynamo.variables.base import ValueMutationNew
 from torch._dynamo.variables.constant import ConstantVariable
 from torch._dynamo.variables.dicts import ConstDictVariable
 
+from hops._dynamo_variables import attribute
+
 _MISSING = object()
 
 
@@ -74,6 +76,23 @@ class Mapping:
             self.variable.items.update(changed.items)
 
 
+class Fixed:
+    """A container whose changes Dynamo is not told of: there must be none."""
+
+    def __init__(self, variable: Any, container: Any) -> None:
+        self.container = container
+        self.before = list(container.items() if isinstance(container, dict) else container)
+
+    def look(self) -> list[Any]:
+        now = list(self.container.items() if isinstance(self.container, dict) else self.container)
+        if len(now) != len(self.before) or not all(map(_same_item, now, self.before)):
+            raise NotPython(f"a {type(self.container).__name__} that is changed")
+        return []
+
+    def write(self, tx: Any, build: Build) -> None:
+        pass
+
+
 class Attributes:
     """The attributes of an object or module.
 
@@ -111,6 +130,60 @@ class Attributes:
                 kind = type(self.owner).__name__
                 raise NotPython(f"the attribute {name!r}, which is set on a {kind},")
             effects.store_attr(self.variable, name, build(value))
+
+
+class Parts:
+    """The parameters and buffers of a module.
+
+    A buffer that is assigned is written into, which is what export makes of it; anything
+    else that is exchanged has no counterpart in Dynamo.
+    """
+
+    def __init__(self, variable: Any, module: torch.nn.Module) -> None:
+        self.variable = variable
+        self.module = module
+        self.before = self._now()
+        self.after: dict[str, Any] = {}
+
+    def _now(self) -> dict[str, Any]:
+        return {
+            f"{prefix}.{name}" if prefix else name: (kind, name, held)
+            for prefix, module in self.module.named_modules()
+            for kind in (module._parameters, module._buffers)
+            for name, held in kind.items()
+        }
+
+    def look(self) -> list[Any]:
+        now = self._now()
+        for path in self.before.keys() - now.keys():
+            raise self._refusal(path)
+        for path, (kind, name, held) in now.items():
+            _, _, before = self.before.get(path, (None, None, None))
+            if held is before:
+                continue
+            self.after[path] = held
+            if path not in self.before:
+                del kind[name]
+            if not self._fits(before, held):
+                raise self._refusal(path)
+        return list(self.after.values())
+
+    def _fits(self, before: Any, after: Any) -> bool:
+        return (
+            isinstance(before, torch.Tensor)
+            and isinstance(after, torch.Tensor)
+            and not isinstance(before, torch.nn.Parameter)
+            and before.shape == after.shape
+            and before.dtype == after.dtype
+        )
+
+    def _refusal(self, path: str) -> NotPython:
+        kind = type(self.module).__name__
+        return NotPython(f"the parameter or buffer {path!r}, which is exchanged on a {kind},")
+
+    def write(self, tx: Any, build: Build) -> None:
+        for path, value in self.after.items():
+            attribute(tx, self.variable, path).call_method(tx, "copy_", [build(value)], {})
 
 
 class Cell:
@@ -152,6 +225,12 @@ def new_dict(values: dict[Any, Any], build: Build) -> Any:
         for key, value in values.items()
     }
     return ConstDictVariable(items, mutation_type=ValueMutationNew())
+
+
+def _same_item(one: Any, other: Any) -> bool:
+    if type(one) is tuple and type(other) is tuple and len(one) == len(other):
+        return all(map(_is, one, other))
+    return one is other
 
 
 def _is(one: Any, other: Any) -> bool:

@@ -23,13 +23,13 @@ from torch._dynamo.utils import set_example_value
 from torch._dynamo.variables.base import ValueMutationNew, VariableTracker
 from torch._dynamo.variables.builder import wrap_fx_proxy
 from torch._dynamo.variables.constant import ConstantVariable
-from torch._dynamo.variables.lists import ListVariable, TupleVariable
+from torch._dynamo.variables.lists import ListVariable, SizeVariable, TupleVariable
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from hops._capture_function import function_name
 from hops._dynamo_changes import NotPython, new_dict
 from hops._dynamo_python import PythonView
-from hops._dynamo_variables import attribute, module_of
+from hops._dynamo_variables import attribute, module_of, proxy_of
 from hops._effects import effects_told_at_the_end
 from hops._torch import (
     SYMBOLIC_TYPES,
@@ -80,7 +80,7 @@ class _Call:
 
     def run(self, args: Any, kwargs: Any) -> Any:
         traced = self._trace(args, kwargs)
-        inputs = [variable.as_proxy() for _, variable in self.view.tensors.values()]
+        inputs = [proxy_of(variable) for _, variable in self.view.tensors.values()]
         outputs = self._splice(traced, iter(inputs))
         for value, proxy in zip(self.values, outputs):
             proxy.node.meta.pop("example_value", None)
@@ -182,6 +182,8 @@ class _Call:
     def _new(self, value: Any) -> Any:
         if type(value) is tuple:
             return TupleVariable([self._build(v) for v in value])
+        if type(value) is torch.Size:
+            return SizeVariable([self._build(v) for v in value])
         if type(value) is list:
             items = [self._build(v) for v in value]
             return ListVariable(items, mutation_type=ValueMutationNew())

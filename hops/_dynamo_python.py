@@ -45,14 +45,31 @@ from torch._dynamo.variables.tensor import (
 )
 from torch._dynamo.variables.user_defined import UserDefinedObjectVariable
 
-from hops._dynamo_changes import Attributes, Cell, Items, Mapping, NotPython
-from hops._dynamo_variables import attribute_or_none, items_of, kind_of, module_of
+from hops._dynamo_changes import Attributes, Cell, Fixed, Items, Mapping, NotPython, Parts
+from hops._dynamo_variables import (
+    CONTAINERS,
+    attribute_or_none,
+    items_of,
+    kind_of,
+    module_of,
+    proxy_of,
+    replace_contents,
+)
 
 _CELLS = "_hops_cells"
 
 
 class _Unknown:
-    """Stands for a pending value that has no Python counterpart; it serves for nothing."""
+    """Stands for a pending value that has no Python counterpart: whoever uses it is told."""
+
+    def __init__(self, what: str) -> None:
+        self.__dict__["what"] = what
+
+    def __getattr__(self, name: str) -> Any:
+        raise NotPython(self.__dict__["what"])
+
+    def __bool__(self) -> bool:
+        raise NotPython(self.__dict__["what"])
 
 
 class PythonView:
@@ -121,7 +138,7 @@ class PythonView:
         return self._constant(variable)
 
     def _tensor(self, variable: Any) -> Any:
-        proxy = variable.as_proxy()
+        proxy = proxy_of(variable)
         if not isinstance(proxy, torch.fx.Proxy):
             raise NotPython(str(proxy))
         value = proxy.node.meta["example_value"]
@@ -146,27 +163,32 @@ class PythonView:
         if items is None:
             return None
         if kind is list:
-            return self._fill(variable, [], lambda: [self.object_of(i) for i in items], Items)
+            return self._fill(variable, items, [], Items)
         if kind is dict and isinstance(variable, ConstDictVariable):
-            return self._fill(variable, {}, lambda: self._pairs(items), Mapping)
+            return self._fill(variable, items, {}, Mapping)
         if kind in (tuple, torch.Size):
             return kind(self.object_of(item) for item in items)
         if isinstance(kind, type) and issubclass(kind, tuple) and hasattr(kind, "_make"):
             return kind._make(self.object_of(item) for item in items)
-        return None
+        own = self.original(variable)
+        if isinstance(own, CONTAINERS) and self.tx.output.side_effects.is_modified(variable):
+            return self._fill(variable, items, own, Fixed)
+        return self._fill(variable, items, set(), Fixed) if kind is set and own is None else None
 
-    def _pairs(self, items: Any) -> dict[Any, Any]:
-        return {self.object_of(key.vt): self.object_of(value) for key, value in items.items()}
-
-    def _fill(self, variable: Any, empty: Any, contents: Callable[[], Any], watch: Any) -> Any:
-        """A list or dict of the contents that Dynamo knows: the user's own if there is one."""
+    def _fill(self, variable: Any, items: Any, empty: Any, watch: Any) -> Any:
+        """A container of the contents that Dynamo knows: the user's own if there is one."""
         own = self.original(variable)
         is_own = type(own) is type(empty)
         container = self._keep(variable, own if is_own else empty)
-        before, now = container.copy(), contents()
-        _replace(container, now)
+        convert = self._pending if is_own else self.object_of
+        before = container.copy()
+        if isinstance(container, dict):
+            contents: Any = {convert(k.vt): convert(v) for k, v in items.items()}
+        else:
+            contents = [convert(getattr(item, "vt", item)) for item in items]
+        replace_contents(container, contents)
         if is_own:
-            self._undo.append(lambda: _replace(container, before))
+            self._undo.append(lambda: replace_contents(container, before))
         self.watched.append(watch(variable, container))
         return container
 
@@ -198,6 +220,7 @@ class PythonView:
                     if isinstance(held, torch.Tensor):
                         path = f"{prefix}.{name}" if prefix else name
                         self._put(kind, name, self._part(held, variable, path))
+        self.watched.append(Parts(variable, module))
         return self._instance(variable, module)
 
     def _part(self, real: torch.Tensor, variable: Any, path: str) -> torch.Tensor:
@@ -236,8 +259,8 @@ class PythonView:
             return DeletedVariable
         try:
             return self.object_of(variable)
-        except NotPython:
-            return _Unknown()
+        except NotPython as error:
+            return _Unknown(str(error))
 
     # ---------------------------------------------------------------- functions, cells
 
@@ -316,18 +339,34 @@ class PythonView:
             if isinstance(variable, NewGlobalVariable):
                 self._put_global(variable)
             elif not isinstance(variable, TensorVariable):
-                self._pending(variable)
+                self._put_attributes(variable, self.object_of(variable))
         for variable in list(effects.id_to_variable.values()):
-            if getattr(variable.mutation_type, "is_modified", False):
-                self._pending(variable)
+            if isinstance(self.original(variable), CONTAINERS) and effects.is_modified(variable):
+                self.object_of(variable)
+
+    def _put_attributes(self, variable: Any, value: Any) -> None:
+        """What is set on a module of Python's, where globals of inlined code are (2.9 on)."""
+        if isinstance(value, types.CellType) or isinstance(variable, UserDefinedObjectVariable):
+            return
+        if isinstance(value, torch.nn.Module):
+            return
+        namespace = value if isinstance(value, dict) else getattr(value, "__dict__", None)
+        if not isinstance(namespace, dict):
+            raise NotPython(f"a {type(value).__name__} that has been changed")
+        for name, pending in self.tx.output.side_effects.store_attr_mutations[variable].items():
+            self._put(namespace, name, self._pending(pending))
 
     def _put_global(self, variable: Any) -> None:
-        (pending,) = self.tx.output.side_effects.store_attr_mutations[variable].items()
+        effects = self.tx.output.side_effects
         frame = self.tx
-        while frame is not None:
-            if frame.symbolic_globals.get(pending[0]) is variable:
-                self._put(frame.f_globals, pending[0], self._pending(pending[1]))
-            frame = getattr(frame, "parent", None)
+        for name, pending in effects.store_attr_mutations[variable].items():
+            while frame is not None:
+                if effects.id_to_variable.get(id(frame.symbolic_globals.get(name))) is variable:
+                    self._put(frame.f_globals, name, self._pending(pending))
+                    break
+                frame = getattr(frame, "parent", None)
+            else:
+                raise NotPython(f"the global {name!r}, which has been set,")
 
     def function_modes(self) -> list[Any]:
         """The function modes around this point, which Dynamo applies without entering them."""
@@ -338,11 +377,6 @@ class PythonView:
         """Take back all that was put in place."""
         while self._undo:
             self._undo.pop()()
-
-
-def _replace(container: Any, contents: Any) -> None:
-    container.clear()
-    container.update(contents) if isinstance(container, dict) else container.extend(contents)
 
 
 def _namespace(value: Any) -> dict[str, Any]:

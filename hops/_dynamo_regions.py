@@ -30,6 +30,7 @@ from hops._capture_hooks import call_original
 from hops._dynamo_changes import NotPython
 from hops._dynamo_errors import CaptureErrorInDynamo, naming
 from hops._dynamo_python import lasting_object
+from hops._dynamo_variables import items_of, module_of
 from hops._torch import (
     CHECKPOINT_KEYWORDS,
     SYMBOLIC_TYPES,
@@ -89,11 +90,45 @@ def trace_region(tx: Any, checkpoint: Any, args: list[Any], kwargs: dict[str, An
             context_fn = None
         region = _Region(name, {**options, "use_reentrant": reentrant}, context_fn)
         entered = tx.output.create_proxy("call_function", region_entered, (), {})
+        assigned = _assigned_buffers(tx)
         with _own_leaves(tx.output):
             result = function.call_function(tx, inputs, keywords)
+        _refuse_assigned_buffers(name, assigned, _assigned_buffers(tx))
         left = tx.output.create_proxy("call_function", region_left, (entered,), {})
         left.node.meta[_REGION] = region
         return result
+
+
+def _assigned_buffers(tx: Any) -> dict[tuple[int, str], Any]:
+    """What has been assigned to buffers so far; Dynamo only remembers it, for the module
+    or (2.13 on) for the dict in which the module keeps its buffers."""
+    effects, assigned = tx.output.side_effects, {}
+    for variable, pending in effects.store_attr_mutations.items():
+        module = module_of(tx, variable)
+        for name in pending if module is not None else ():
+            if name in module._buffers:
+                assigned[id(variable), name] = pending[name]
+    for item in effects.keepalive:
+        variable = effects.id_to_variable.get(id(item))
+        if isinstance(item, dict) and _holds_buffers(variable) and effects.is_modified(variable):
+            for key, value in items_of(variable).items():
+                assigned[id(variable), key.vt.as_python_constant()] = value
+    return assigned
+
+
+def _holds_buffers(variable: Any) -> bool:
+    source = getattr(variable, "source", None)
+    return source is not None and "_buffers" in str(getattr(source, "member", ""))
+
+
+def _refuse_assigned_buffers(name: str, before: Any, after: Any) -> None:
+    for (owner, buffer), value in after.items():
+        if before.get((owner, buffer)) is not value:
+            raise CaptureErrorInDynamo(
+                f"hops: the checkpointed region of {name} assigns the buffer {buffer!r}, which "
+                "strict export loses. Write into it, self.{0}.copy_(...), or capture with "
+                "strict=False.".format(buffer)
+            )
 
 
 @contextmanager
