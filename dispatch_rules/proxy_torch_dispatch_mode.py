@@ -36,7 +36,8 @@ from hops.tag_activation_checkpoint import CONTEXT_FN
 def autograd_function_apply(mode: Any, fwd: Any, bwd: Any, *operands: Any, **options: Any) -> Any:
     if functorch_is_active():
         # Refused by name, as a Function in the user's code is.
-        return torch_func.autograd_function_apply(None, fwd, bwd, *operands, **options)
+        with mode:
+            return torch_func.autograd_function_apply(None, fwd, bwd, *operands, **options)
     with unbacked_symbols_bound(detect_fake_mode(operands)):
         result = autograd.autograd_function_apply(fwd, bwd, *operands, **options)
     if not mode.enable_tracing:
