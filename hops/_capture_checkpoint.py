@@ -105,7 +105,22 @@ def _capture_region(
         watch.report()
         return result
 
-    return _record(name, run, options, _policy_recorder(options))
+    result = _record(name, run, options, _policy_recorder(options))
+    return _opaque_detached(result) if options["use_reentrant"] else result
+
+
+def _opaque_detached(result: Any) -> Any:
+    """A reentrant region is a Function, to which a tensor inside a list or dict is no
+    output: it comes out without a gradient."""
+
+    def detached(value: Any) -> Any:
+        return value.detach() if isinstance(value, torch.Tensor) else value
+
+    if type(result) is tuple:
+        return tuple(v if isinstance(v, torch.Tensor) else _opaque_detached(v) for v in result)
+    if isinstance(result, torch.Tensor):
+        return result
+    return pytree.tree_map(detached, result)
 
 
 def capture_body(body: fx.GraphModule, operands: Sequence[Any], options: dict[str, Any]) -> Any:
