@@ -173,18 +173,41 @@ class _Heir:
 def _run(body: fx.GraphModule, values: Sequence[Any], recorder: Recorder) -> None:
     with disable_proxy_modes_tracing(), set_grad_enabled_silently(True):
         mode = FakeTensorMode(allow_non_fake_inputs=True)
-        operands = [_fake(mode, value) for value in values]
+        statistics = _statistics(body)
+        with mode:
+            operands = [_fake(v, i not in statistics) for i, v in enumerate(values)]
         with mode, recorder:
             RecordingInterpreter(body, recorder).run(*operands)
 
 
-def _fake(mode: FakeTensorMode, value: Any) -> Any:
+def _statistics(body: fx.GraphModule) -> set[int]:
+    """Which inputs of a body are running statistics of a normalization, which may not
+    require grad."""
+    found: set[fx.Node] = set()
+    for node in body.graph.nodes:
+        schema = getattr(node.target, "_schema", None)
+        if schema is not None:
+            named = zip(schema.arguments, node.args)
+            found.update(
+                a for s, a in named if s.name.startswith("running_") and isinstance(a, fx.Node)
+            )
+        elif node.op == "call_function" and node.args:
+            bodies = [a for a in node.args if isinstance(a, fx.Node) and a.op == "get_attr"]
+            inner = getattr(body, str(bodies[0].target), None) if bodies else None
+            if isinstance(inner, fx.GraphModule):
+                operands = node.args[len(bodies) :]
+                found.update(operands[i] for i in _statistics(inner) if i < len(operands))
+    placeholders = body.graph.find_nodes(op="placeholder")
+    return {i for i, placeholder in enumerate(placeholders) if placeholder in found}
+
+
+def _fake(value: Any, differentiable: bool) -> Any:
+    """A stand-in for an operand, made in the fake mode that is active."""
     if not isinstance(value, torch.Tensor):
         return _concrete(value)
     sizes, strides = ([_concrete(s) for s in f()] for f in (value.size, value.stride))
-    with mode:
-        fake = torch.empty_strided(sizes, strides, dtype=value.dtype, device=value.device)
-    if fake.is_floating_point() or fake.is_complex():
+    fake = torch.empty_strided(sizes, strides, dtype=value.dtype, device=value.device)
+    if differentiable and (fake.is_floating_point() or fake.is_complex()):
         fake.requires_grad_()
         return fake.view_as(fake)
     return fake
