@@ -105,8 +105,9 @@ def _assigned_buffers(tx: Any) -> dict[tuple[int, str], Any]:
     effects, assigned = tx.output.side_effects, {}
     for variable, pending in effects.store_attr_mutations.items():
         module = module_of(tx, variable)
-        for name in pending if module is not None else ():
-            if name in module._buffers:
+        buffers = {} if module is None else module._buffers
+        for name in pending:
+            if name in buffers:
                 assigned[id(variable), name] = pending[name]
     for item in effects.keepalive:
         variable = effects.id_to_variable.get(id(item))
