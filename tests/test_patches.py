@@ -1,8 +1,10 @@
 """Installing and taking back the patch."""
 
 import copy
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import torch
 from models import FunctionModel, operators
@@ -100,3 +102,18 @@ def test_doctor_lists_every_site():
     for site in _patches.SITES:
         assert site.where in printed
     assert torch.__version__ in printed
+
+
+def test_contributing_lists_every_site():
+    """One table, made from the code; EXPECTTEST_ACCEPT=1 writes it."""
+    path = Path(__file__).parents[1] / "CONTRIBUTING.md"
+    rows = [f"| `{site.where}` | {site.why} |" for site in _patches.SITES]
+    table = "\n".join(["| site | why |", "|---|---|", *rows]) + "\n"
+    begin, end = "<!-- patched sites -->\n", "<!-- end of patched sites -->\n"
+    text = path.read_text()
+    head, _, rest = text.partition(begin)
+    current, _, tail = rest.partition(end)
+    if os.environ.get("EXPECTTEST_ACCEPT") == "1":
+        path.write_text(head + begin + table + end + tail)
+    else:
+        assert current == table
