@@ -57,7 +57,7 @@ class Case:
 
     name: str
     build: Callable[[], tuple[nn.Module, tuple[Any, ...]]]
-    section: str
+    section: str = ""
     inlined: int = 0
     regions: int | None = None
     reference: Callable[[], tuple[nn.Module, tuple[Any, ...]]] | None = None

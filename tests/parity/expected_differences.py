@@ -47,6 +47,51 @@ DIFFERENCES: tuple[Difference, ...] = (
         runs=("make_fx-*",),
         test="test_equals_eager",
     ),
+    Difference(
+        "output_that_nothing_uses",
+        "Dynamo leaves out code whose result nothing uses, as it does with any operation",
+        runs=("strict-*",),
+    ),
+    Difference(
+        "test_explicit_generator_gives_the_same_numbers_in_recompute",
+        "eager's checkpoint keeps the state of the default generators only: from a generator "
+        "that is passed, its recompute draws other numbers too",
+    ),
+    Difference(
+        "backward_outside_of_the_autocast_of_its_forward",
+        "strict export of any autocast block asserts the dtypes from before it, with or without "
+        "a Function; the program stops at the assertion",
+        runs=("strict-*",),
+        test="test_equals_eager",
+    ),
+    Difference(
+        "nested_in_a_model_with_no_grad_and_autocast_elsewhere",
+        "the same assertion of strict export under autocast",
+        runs=("strict-*",),
+        test="test_equals_eager",
+    ),
+    Difference(
+        "func_grad",
+        "Dynamo's trace of torch.func.grad cannot be traced again before dispatch: an error of "
+        "torch; capture with strict=False",
+        runs=("strict*",),
+    ),
+    Difference(
+        "enable_grad_within_no_grad",
+        "torch.export's operator for a block of grad mode without outputs cannot be saved: an "
+        "error of its verifier",
+        runs=("nonstrict-save_load",),
+    ),
+    Difference(
+        "outputs_of_odd_kinds",
+        "refused by name: Dynamo cannot be handed an object of a class that it does not know",
+        runs=("strict*",),
+    ),
+    Difference(
+        "outputs_that_the_model_asks_about",
+        "Dynamo does not read grad_fn of a tensor in forward: its own error",
+        runs=("strict*",),
+    ),
 )
 
 

@@ -34,7 +34,7 @@ class Case:
     name: str
     build: Callable[[], tuple[nn.Module, tuple[Any, ...]]]
     #: Line of the README's table to which the case belongs.
-    section: str
+    section: str = ""
     #: Operators that the graph must hold; None: as many as there are nodes of
     #: Functions in the autograd graph that eager builds.  -1: not looked at.
     calls: int | None = None
