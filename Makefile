@@ -22,13 +22,14 @@ DEV_STAMP   := $(VENV)/.installed-dev
 WITHOUT_REQUIREMENTS := memcnn==1.5.2 norse==1.1.0 nirtorch==2.6
 PACKAGES_STAMP       := $(VENV)/.installed-packages
 
-.PHONY: help demo test parity packages lint format bench clean
+.PHONY: help demo test parity packages fuzz lint format bench clean
 
 help:
 	@echo "make demo    set up and run the demo"
 	@echo "make test    set up and run the whole test suite"
 	@echo "make parity  the part of it that compares hundreds of cases with eager"
 	@echo "make packages  Functions and models of real packages, compared with eager"
+	@echo "make fuzz    random Functions and trees of regions against eager (still finds failures)"
 	@echo "make lint    ruff check, ruff format --check, mypy"
 	@echo "make format  let ruff rewrite the source"
 	@echo "make bench   run the benchmarks"
@@ -45,6 +46,9 @@ parity: $(DEV_STAMP)
 
 packages: $(PACKAGES_STAMP)
 	OMP_NUM_THREADS=1 PYTHONPATH=tests:tests/parity $(BIN)/python -m pytest tests/packages $(PARALLEL) $(ARGS)
+
+fuzz: $(DEV_STAMP)
+	OMP_NUM_THREADS=1 PYTHONPATH=tests $(BIN)/python -m pytest tests/fuzz $(ARGS)
 
 lint: $(DEV_STAMP)
 	$(BIN)/ruff check .
