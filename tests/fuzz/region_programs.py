@@ -100,13 +100,17 @@ class TreeWriter:
         self.draw = draw
         self.count = 0
         self.regions = 0
+        self.reentrant = False
 
     def fresh(self) -> str:
         self.count += 1
         return f"v{self.count}"
 
-    def block(self, known: list[str], own: list[str], depth: int) -> list[str]:
+    def block(
+        self, known: list[str], own: list[str], depth: int, reentrant: bool = False
+    ) -> list[str]:
         """Statements, which add to the values that are known; ``own`` may be written."""
+        self.reentrant = reentrant
         lines: list[str] = []
         for _ in range(self.draw.number(1, 4)):
             kind = self.draw.one_of(["unary"] * 4 + ["binary", "in place", "switch", "region"])
@@ -126,6 +130,8 @@ class TreeWriter:
             text = f"{value} * {self.draw.one_of(known)} + {self.draw.one_of(known)}"
         else:
             text = self.draw.one_of(_UNARY).format(v=value)
+            if self.reentrant and "self.norm" in text:
+                text = f"{value}.exp()"
         known.append(name)
         # Nothing saves its own result of these for backward.
         if binary or text.endswith("self.frozen"):
@@ -144,7 +150,7 @@ class TreeWriter:
                     f"{name} = self.linear({value}).float()",
                 ),
                 ("torch.no_grad()", f"{name} = {value} + self.running.add_(0.1).sum()"),
-            ]
+            ][: 3 if self.reentrant else 4]
         )
         return [f"with {inside[0]}:", f"    {inside[1]}"]
 
@@ -155,7 +161,11 @@ class TreeWriter:
         arguments = [draw.one_of(known) for _ in parameters]
         visible = [*parameters, *(known if draw.often() else [])]
         own: list[str] = []
-        body = self.block(visible, own, depth + 1)
+        around, options = self.reentrant, self.options()
+        # Whether it is recomputed at all, and so updates its buffers again, is another matter
+        # where nothing that backward needs is inside: left out.
+        body = self.block(visible, own, depth + 1, around or options[0].endswith("True"))
+        self.reentrant = around
         # The values that the body itself made, or else its argument.
         made = [v for v in visible if v not in known and v not in parameters]
         results = [draw.one_of(made or parameters) for _ in range(draw.number(1, 2))]
@@ -163,7 +173,6 @@ class TreeWriter:
             results[0] = made[-1]
         names = [self.fresh() for _ in results]
         form = draw.one_of(["tuple", "dict"]) if len(results) > 1 else "single"
-        options = self.options()
         call = f"checkpoint(region{number}, {', '.join([*arguments, *options])})"
         if form == "single":
             returned, lines = results[0], [f"{names[0]} = {call}"]
