@@ -48,7 +48,7 @@ packages: $(PACKAGES_STAMP)
 	OMP_NUM_THREADS=1 PYTHONPATH=tests:tests/parity $(BIN)/python -m pytest tests/packages $(PARALLEL) $(ARGS)
 
 fuzz: $(DEV_STAMP)
-	OMP_NUM_THREADS=1 PYTHONPATH=tests $(BIN)/python -m pytest tests/fuzz $(ARGS)
+	OMP_NUM_THREADS=1 HOPS_FUZZ_EXAMPLES=400 HOPS_FUZZ_RANDOM=1 $(BIN)/python -m pytest tests/fuzz $(ARGS)
 
 lint: $(DEV_STAMP)
 	$(BIN)/ruff check .
