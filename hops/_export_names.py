@@ -19,6 +19,7 @@ import torch
 from torch import fx
 
 WRAPPED = "_checkpoint_wrapped_module"
+_BODY = "_wrap_body_"
 
 # Non-strict export writes the attribute, strict export the way that Dynamo took to it.
 _IN_PATH = re.compile(rf"(?:^|\.)(?:__dict__\['_modules'\]\['{WRAPPED}'\]|{WRAPPED})(?=\.|$)")
@@ -36,11 +37,18 @@ def naming_the_wrapped(export: Callable[..., Any]) -> Callable[..., Any]:
     def _export_for_training(mod: Any, *args: Any, **kwargs: Any) -> Any:
         with _attribute_names(mod):
             program = export(mod, *args, **kwargs)
-        if any(WRAPPED in module.fqn for module in program.module_call_graph):
+        wrapped = any(WRAPPED in module.fqn for module in program.module_call_graph)
+        if wrapped or any(_shows_a_body(s.arg) for s in program.graph_signature.input_specs):
             _rename(program, _wrapped_classes(mod))
         return program
 
     return _export_for_training
+
+
+def _shows_a_body(argument: Any) -> bool:
+    """Whether a parameter is named after the body in which a module of it is called, as
+    strict export up to 2.8 does."""
+    return _BODY in getattr(argument, "name", "")
 
 
 @contextmanager
@@ -76,11 +84,11 @@ def _rename(program: Any, classes: dict[str, str]) -> None:
     }
     signature = program.graph_signature
     for spec in (*signature.input_specs, *signature.output_specs):
-        if spec.target is not None and WRAPPED in spec.target:
-            before, spec.target = spec.target, without_wrappers(spec.target)
+        if spec.target is not None:
+            spec.target = without_wrappers(spec.target)
             node = placeholders.get(getattr(spec.arg, "name", ""))
-            if node is not None and WRAPPED in node.name:
-                _rename_placeholder(node, before, spec.target)
+            if node is not None and (WRAPPED in node.name or _BODY in node.name):
+                _rename_placeholder(node, spec.target)
     new_names = {before: node.name for before, node in placeholders.items()}
     for spec in (*signature.input_specs, *signature.output_specs):
         name = getattr(spec.arg, "name", None)
@@ -90,10 +98,10 @@ def _rename(program: Any, classes: dict[str, str]) -> None:
     program.graph_module.recompile()
 
 
-def _rename_placeholder(node: fx.Node, before: str, after: str) -> None:
+def _rename_placeholder(node: fx.Node, target: str) -> None:
     """``p_layer__checkpoint_wrapped_module_weight`` to ``p_layer_weight``."""
     letter, underscore, _ = node.name.partition("_")
-    node._rename(letter + underscore + re.sub(r"\W", "_", after))
+    node._rename(letter + underscore + re.sub(r"\W", "_", target))
     node.target = node.name
 
 

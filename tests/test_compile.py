@@ -159,11 +159,17 @@ def test_side_effects_of_forward_happen_once_a_call():
 
 
 @pytest.mark.parametrize(
-    "name", ["unused_output_is_none", "lone_integer", "contiguous_if_not_expanded"]
+    ("name", "fullgraph"),
+    [
+        ("unused_output_is_none", True),
+        ("lone_integer", True),
+        # Dynamo of 2.6 cannot read the layout of a gradient: the Function leaves the graph.
+        ("contiguous_if_not_expanded", False),
+    ],
 )
-def test_dynamic_shapes(name):
+def test_dynamic_shapes(name, fullgraph):
     function, _ = fresh(name)
-    compiled = torch.compile(function, backend="aot_eager", fullgraph=True, dynamic=True)
+    compiled = torch.compile(function, backend="aot_eager", fullgraph=fullgraph, dynamic=True)
     for rows in (4, 5, 7):
         x = torch.randn(rows, 3, requires_grad=True)
         want, got = run(function, (x,)), run(compiled, (x,))
