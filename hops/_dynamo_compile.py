@@ -216,6 +216,7 @@ class _Start:
             del self.output.nn_modules[name]
         # Names count up, and Dynamo wants the node of a body to be called as the body.
         self.names["_used_names"].update(node.name for node in self.graph.nodes)
+        self.names["_obj_to_name"].update({node: node.name for node in self.graph.nodes})
         vars(self.graph._graph_namespace).update(self.names)
         self.names = _names(self.graph)
         # Dynamo really switches grad mode as it reads; a reading broken off leaves it so.
