@@ -81,6 +81,7 @@ __all__ = [
     "fake_conversion_allowed",
     "get_proxy_mode",
     "is_data_dependence",
+    "graph_capture_for_export",
     "is_traceable_wrapper_subclass",
     "is_transformed",
     "mark_saved_without_version_check",
@@ -522,6 +523,14 @@ def statically_known_true(condition: Any) -> bool:
     from torch.fx.experimental import symbolic_shapes
 
     return symbolic_shapes.statically_known_true(condition)
+
+
+def graph_capture_for_export() -> Any:
+    """``dynamo_graph_capture_for_export``, which came with torch 2.10; None before."""
+    import torch._dynamo
+
+    module = getattr(torch._dynamo, "functional_export", None)
+    return getattr(module, "dynamo_graph_capture_for_export", None)
 
 
 _tag_implementation = getattr(stock_wrap, "tag_activation_checkpoint_impl", None)

@@ -92,6 +92,28 @@ DIFFERENCES: tuple[Difference, ...] = (
         "Dynamo does not read grad_fn of a tensor in forward: its own error",
         runs=("strict*",),
     ),
+    Difference(
+        "backward_outside_of_the_autocast_of_its_forward",
+        "silently different: Dynamo's graph holds the autocast block around the whole call, and "
+        "what stock makes of it runs the backward under the autocast of the forward",
+        runs=("dynamo_capture-*",),
+    ),
+    Difference(
+        "a_buffer_assigned_within_forward",
+        "silently different, as in stock torch: the lean capture drops assignments to attributes",
+        runs=("dynamo_capture-*",),
+    ),
+    Difference(
+        "a_parameter_through_an_outer_closure",
+        "the captured module does not list a parameter that only a closure holds, so a trace on "
+        "fake tensors meets a real one: an error of torch",
+        runs=("dynamo_capture-retrace",),
+    ),
+    Difference(
+        "a_global_tensor",
+        "the same of a tensor that only a global holds",
+        runs=("dynamo_capture-retrace",),
+    ),
 )
 
 
