@@ -30,9 +30,16 @@ def _demo(arguments: Sequence[str]) -> int:
 
 
 def _doctor() -> int:
-    from hops import _patches
+    import torch
 
-    print(_patches.doctor())
+    from hops import _unusable
+
+    if _unusable.missing:
+        print(f"torch   {torch.__version__}\nhops    not installed: {_unusable.missing}")
+        return 1
+    from hops import _doctor
+
+    print(_doctor.report())
     return 0
 
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import types
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from hops import _capture_checkpoint, _capture_function
 from hops._refusals import refusing_to_accumulate
+from hops._threads import captures_on_this_thread
 from hops._torch import CHECKPOINT_KEYWORDS, checkpoint_function, checkpoint_takes_tuples
 
 _lock = threading.RLock()
@@ -23,6 +26,9 @@ class capture_hooks:
       code adds to the ``grad`` of parameters, which no graph holds.
     - the code object of the function that ``torch.utils.checkpoint.checkpoint`` ends in: see
       [Note: where a checkpoint is caught].
+
+    What other tools have put in these places is called by what is put over it, and comes
+    back afterwards.
     """
 
     _active = 0
@@ -31,29 +37,56 @@ class capture_hooks:
         with _lock:
             capture_hooks._active += 1
             if capture_hooks._active == 1:
-                _hook_function_meta()
-                _hook_checkpoint()
-                torch.autograd._engine_run_backward = refusing_to_accumulate(_engine)
+                _hook_all()
 
     def __exit__(self, *exc_info: object) -> None:
         _capture_function.forget_lookups()
         with _lock:
             capture_hooks._active -= 1
             if capture_hooks._active == 0:
-                _unhook_function_meta()
-                _unhook_checkpoint()
-                torch.autograd._engine_run_backward = _engine
+                _unhook_all()
 
 
-_engine: Any = torch.autograd._engine_run_backward
 _FunctionMeta: Any = type(torch.autograd.Function)
+_autograd: Any = torch.autograd
+
+#: What takes back the hooks that are in place.
+_unhook: list[Callable[[], None]] = []
+
+
+def _hook_all() -> None:
+    if "Function" not in native_hooks:
+        _hook_function_meta()
+    if "checkpoint" not in native_hooks:
+        _hook_checkpoint()
+    _hook_engine()
+
+
+def _unhook_all() -> None:
+    while _unhook:
+        _unhook.pop()()
+
+
+def _forget_other_threads() -> None:
+    """In a forked process the captures of other threads are never left."""
+    global _lock
+    _lock = threading.RLock()
+    if capture_hooks._active and not captures_on_this_thread():
+        capture_hooks._active = 0
+        _unhook_all()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_other_threads)
 
 
 def _hook_function_meta() -> None:
     answer = _capture_function.answer_lookup
+    before = vars(_FunctionMeta).get("__getattribute__")
+    look_up = before or type.__getattribute__
 
     def __getattribute__(cls: type, name: str) -> Any:
-        found = type.__getattribute__(cls, name)
+        found = look_up(cls, name)
         if name == "forward" or name == "setup_context":
             try:
                 return answer(cls, name, found)
@@ -62,16 +95,31 @@ def _hook_function_meta() -> None:
                 return _capture_function.postponed(name, found, error)
         return found
 
+    def restore() -> None:
+        if before is None:
+            del _FunctionMeta.__getattribute__
+        else:
+            _FunctionMeta.__getattribute__ = before
+
     _FunctionMeta.__getattribute__ = __getattribute__
+    _unhook.append(restore)
 
 
-def _unhook_function_meta() -> None:
-    del _FunctionMeta.__getattribute__
+def _hook_engine() -> None:
+    before = _autograd._engine_run_backward
+    _autograd._engine_run_backward = refusing_to_accumulate(before)
+    _unhook.append(lambda: setattr(_autograd, "_engine_run_backward", before))
 
 
-_checkpoint_code = checkpoint_function.__code__
+def _hook_checkpoint() -> None:
+    before = checkpoint_function.__code__
+    _original_checkpoint.__code__ = before
+    checkpoint_function.__code__ = _entry
+    _unhook.append(lambda: setattr(checkpoint_function, "__code__", before))
+
+
 _original_checkpoint = types.FunctionType(
-    _checkpoint_code,
+    checkpoint_function.__code__,
     checkpoint_function.__globals__,
     checkpoint_function.__name__,
     checkpoint_function.__defaults__,
@@ -102,12 +150,8 @@ def _entry_code() -> types.CodeType:
 _entry = _entry_code()
 
 
-def _hook_checkpoint() -> None:
-    checkpoint_function.__code__ = _entry
-
-
-def _unhook_checkpoint() -> None:
-    checkpoint_function.__code__ = _checkpoint_code
+#: "Function", "checkpoint": what needs no hook, since this torch catches it by itself.
+native_hooks: set[str] = set()
 
 
 def call_original(function: Any, *args: Any, **kwargs: Any) -> Any:

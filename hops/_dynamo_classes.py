@@ -19,6 +19,7 @@ from torch._dynamo.variables.base import VariableTracker
 from torch._dynamo.variables.misc import AutogradFunctionVariable
 
 from hops._capture_function import function_name
+from hops._changes import Changes
 from hops._dynamo_changes import NotPython
 from hops._dynamo_errors import CaptureErrorInDynamo, naming
 from hops._dynamo_python import PythonView
@@ -111,25 +112,11 @@ def _store_attribute(stock: Handler) -> Handler:
 _OPCODES = {"LOAD_BUILD_CLASS": _load_build_class, "STORE_ATTR": _store_attribute}
 
 
-def install() -> Callable[[], None]:
+def patch(changes: Changes) -> None:
     """Handle the two instructions in every translator of Dynamo's."""
-    undo: list[Callable[[], None]] = []
     for translator in _TRANSLATORS:
+        table = translator.dispatch_table
         for name, wrap in _OPCODES.items():
-            undo.append(_exchange(translator.dispatch_table, dis.opmap[name], wrap))
-
-    def restore() -> None:
-        while undo:
-            undo.pop()()
-
-    return restore
-
-
-def _exchange(table: list[Any], opcode: int, wrap: Callable[[Handler], Handler]) -> Any:
-    stock = table[opcode]
-    table[opcode] = wrap(stock)
-
-    def restore() -> None:
-        table[opcode] = stock
-
-    return restore
+            opcode = dis.opmap[name]
+            shown = f"{translator.__name__}.dispatch_table[{name}]"
+            changes.entry(table, opcode, wrap(table[opcode]), shown)

@@ -44,6 +44,7 @@ from torch._dynamo.variables.misc import AutogradFunctionContextVariable
 from torch._dynamo.variables.tensor import TensorVariable
 
 from hops._capture_function import function_name
+from hops._changes import Changes
 from hops._dynamo_changes import NotPython
 from hops._dynamo_functions import capture_by_running
 from hops._gradient_layouts import LAYOUTS, same_but_for_layout
@@ -319,20 +320,9 @@ def _watching_rewriting(rewritten: Callable[..., Any]) -> Callable[..., Any]:
     return watched
 
 
-def install() -> Callable[[], None]:
-    sites: list[tuple[Any, str, Callable[..., Any]]] = [
-        (SideEffects, "store_attr", _watching_stores),
-        (SideEffects, "mutation", _watching_mutations),
-    ]
+def patch(changes: Changes) -> None:
+    changes.attribute(SideEffects, "store_attr", _watching_stores)
+    changes.attribute(SideEffects, "mutation", _watching_mutations)
     rewriting = "autograd_function_backward_rewritten"
     if hasattr(backward_rewriting, rewriting):
-        sites.append((backward_rewriting, rewriting, _watching_rewriting))
-    before = [(owner, name, owner.__dict__[name]) for owner, name, _ in sites]
-    for owner, name, watching in sites:
-        setattr(owner, name, watching(owner.__dict__[name]))
-
-    def restore() -> None:
-        for owner, name, value in before:
-            setattr(owner, name, value)
-
-    return restore
+        changes.attribute(backward_rewriting, rewriting, _watching_rewriting)

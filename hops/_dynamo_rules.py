@@ -23,11 +23,13 @@ from torch._dynamo.variables.misc import AutogradFunctionVariable
 
 from hops import _dynamo_classes, _dynamo_compile
 from hops._capture_function import function_name
+from hops._changes import Changes
 from hops._dynamo_errors import naming
 from hops._dynamo_functions import capture_by_running, installed_name
 from hops._dynamo_policies import known_context_fn
 from hops._dynamo_regions import MARKS, fold_regions, trace_region
 from hops._torch import (
+    functions_with_effects,
     stock_autograd_function_apply,
     stock_tag_activation_checkpoint,
     torch_checkpoint,
@@ -145,28 +147,15 @@ def call_user_compiler(stock: Callable[..., Any]) -> Callable[..., Any]:
     return call_user_compiler
 
 
-def install() -> Callable[[], None]:
-    make_before = TorchHigherOrderOperatorVariable.__dict__["make"]
-    apply_before = AutogradFunctionVariable.__dict__["call_apply"]
-    TorchHigherOrderOperatorVariable.make = staticmethod(
-        make_variable(TorchHigherOrderOperatorVariable.make)
+def patch(changes: Changes) -> None:
+    changes.attribute(
+        TorchHigherOrderOperatorVariable,
+        "make",
+        lambda _: staticmethod(make_variable(TorchHigherOrderOperatorVariable.make)),
     )
-    AutogradFunctionVariable.call_apply = call_apply_under_export(apply_before)
-    compiler_before = OutputGraph.__dict__["call_user_compiler"]
-    OutputGraph.call_user_compiler = call_user_compiler(compiler_before)
-    fx.node._side_effectful_functions.update(MARKS)
-    stop_watching = _dynamo_compile.install()
-    restore_classes = _dynamo_classes.install()
-    inlined = trace_rules.get_mod_inlinelist()
-    inlined.add(torch_checkpoint.__file__)
-
-    def restore() -> None:
-        stop_watching()
-        restore_classes()
-        TorchHigherOrderOperatorVariable.make = make_before
-        AutogradFunctionVariable.call_apply = apply_before
-        OutputGraph.call_user_compiler = compiler_before
-        fx.node._side_effectful_functions.difference_update(MARKS)
-        inlined.discard(torch_checkpoint.__file__)
-
-    return restore
+    changes.attribute(AutogradFunctionVariable, "call_apply", call_apply_under_export)
+    changes.attribute(OutputGraph, "call_user_compiler", call_user_compiler)
+    changes.members(functions_with_effects(), MARKS)
+    _dynamo_compile.patch(changes)
+    _dynamo_classes.patch(changes)
+    changes.members(trace_rules.get_mod_inlinelist(), {torch_checkpoint.__file__})

@@ -86,9 +86,11 @@ def _rename(program: Any, classes: dict[str, str]) -> None:
     for spec in (*signature.input_specs, *signature.output_specs):
         if spec.target is not None:
             spec.target = without_wrappers(spec.target)
-            node = placeholders.get(getattr(spec.arg, "name", ""))
-            if node is not None and (WRAPPED in node.name or _BODY in node.name):
-                _rename_placeholder(node, spec.target)
+    _merge_inputs(signature.input_specs, placeholders)
+    for spec in signature.input_specs:
+        node = placeholders.get(getattr(spec.arg, "name", ""))
+        if None not in (spec.target, node) and (WRAPPED in node.name or _BODY in node.name):
+            _rename_placeholder(node, spec.target)
     new_names = {before: node.name for before, node in placeholders.items()}
     for spec in (*signature.input_specs, *signature.output_specs):
         name = getattr(spec.arg, "name", None)
@@ -96,6 +98,22 @@ def _rename(program: Any, classes: dict[str, str]) -> None:
             spec.arg.name = new_names[name]
     _rename_modules(program, classes)
     program.graph_module.recompile()
+
+
+def _merge_inputs(specs: list[Any], placeholders: dict[str, Any]) -> None:
+    """One input for each parameter or buffer: torch 2.7 gives one that a region uses a second,
+    named after the region."""
+    first: dict[str, Any] = {}
+    for spec in list(specs):
+        node = placeholders.get(getattr(spec.arg, "name", ""))
+        if spec.target is None or node is None:
+            continue
+        known = first.setdefault(spec.target, node)
+        if known is not node:
+            node.replace_all_uses_with(known)
+            node.graph.erase_node(node)
+            specs.remove(spec)
+            del placeholders[spec.arg.name]
 
 
 def _rename_placeholder(node: fx.Node, target: str) -> None:

@@ -22,6 +22,8 @@ from typing import Any
 
 from torch import fx
 
+from hops._changes import Changes
+
 #: The modules of torch that have such a pass, and the names in them that are exchanged.
 EXPORT_PASSES = (
     "torch._export.passes.replace_autocast_with_hop_pass",
@@ -29,17 +31,10 @@ EXPORT_PASSES = (
 )
 
 
-def mend_export_pass(module: Any) -> Callable[[], None]:
-    """Exchange what the pass uses of torch's helpers; gives what takes it back."""
-    before = {name: getattr(module, name) for name in _MENDED}
+def mend_export_pass(module: Any, changes: Changes) -> None:
+    """Exchange what the pass uses of torch's helpers."""
     for name, mend in _MENDED.items():
-        setattr(module, name, mend(before[name]))
-
-    def restore() -> None:
-        for name, stock in before.items():
-            setattr(module, name, stock)
-
-    return restore
+        changes.attribute(module, name, mend)
 
 
 def _looking_past_bodies(nodes_first: Callable[..., Any]) -> Callable[..., Any]:

@@ -16,7 +16,7 @@ def after_import(name: str, action: Callable[[], None]) -> Callable[[], None]:
     Returns:
         A function that stops waiting.
     """
-    if name in sys.modules and not _is_being_imported(sys.modules[name]):
+    if _is_imported(name):
         action()
         return lambda: None
     finder = _Finder(name, action)
@@ -24,26 +24,24 @@ def after_import(name: str, action: Callable[[], None]) -> Callable[[], None]:
     return finder.stop
 
 
-def _is_being_imported(module: ModuleType) -> bool:
-    return bool(getattr(getattr(module, "__spec__", None), "_initializing", False))
-
-
-def _found_by_others(name: str, path: Any, target: Any) -> Any:
-    """What the finders that are left find, among them other people's import hooks."""
-    for finder in sys.meta_path:
-        find_spec = getattr(finder, "find_spec", None)
-        spec = None if find_spec is None else find_spec(name, path, target)
-        if spec is not None:
-            return spec
-    return None
+def _is_imported(name: str) -> bool:
+    module = sys.modules.get(name)
+    return module is not None and not getattr(
+        getattr(module, "__spec__", None), "_initializing", False
+    )
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Finds nothing itself; it lets the others find the module and adds the action."""
+    """Finds nothing itself; it lets the others find the module and adds the action.
+
+    Another import hook may have found the module without asking; that is noticed at the
+    next import of anything.
+    """
 
     def __init__(self, name: str, action: Callable[[], None]) -> None:
         self.name = name
         self.action = action
+        self._asking = False
 
     def stop(self) -> None:
         if self in sys.meta_path:
@@ -53,12 +51,33 @@ class _Finder(importlib.abc.MetaPathFinder):
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
         if name != self.name:
+            if _is_imported(self.name):
+                self._act()
             return None
-        self.stop()
-        spec = _found_by_others(name, path, target)
+        if self._asking:  # by another finder of ours that waits for the same module
+            return None
+        spec = self._found_by_others(path, target)
         if spec is not None and spec.loader is not None:
             self._add_action(spec.loader)
         return spec
+
+    def _act(self) -> None:
+        if self in sys.meta_path:
+            self.stop()
+            self.action()
+
+    def _found_by_others(self, path: Any, target: Any) -> Any:
+        """What the other finders find, among them other people's import hooks."""
+        self._asking = True
+        try:
+            for finder in list(sys.meta_path):
+                find_spec = getattr(finder, "find_spec", None)
+                spec = None if find_spec is None else find_spec(self.name, path, target)
+                if spec is not None:
+                    return spec
+            return None
+        finally:
+            self._asking = False
 
     def _add_action(self, loader: Any) -> None:
         exec_module = loader.exec_module
@@ -66,12 +85,9 @@ class _Finder(importlib.abc.MetaPathFinder):
         def exec_and_act(module: ModuleType) -> None:
             try:
                 exec_module(module)
-            except BaseException:
-                sys.meta_path.insert(0, self)  # the next attempt is waited for as well
-                raise
             finally:
                 if vars(loader).get("exec_module") is exec_and_act:
                     del loader.exec_module
-            self.action()
+            self._act()
 
         loader.exec_module = exec_and_act

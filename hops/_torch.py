@@ -10,12 +10,13 @@ torch that moves one of them is mended in one place.
 from __future__ import annotations
 
 import functools
+import gc
 import inspect
 import sys
-import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from types import FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -31,7 +32,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensor,
     FakeTensorMode,
 )
-from torch._subclasses.functional_tensor import FunctionalTensor
+from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
 from torch.autograd import forward_ad
 from torch.fx import node as fx_node
 from torch.fx.experimental import proxy_tensor
@@ -44,6 +45,8 @@ from torch.fx.experimental.proxy_tensor import (
 )
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from hops._threads import captures_on_this_thread
+
 __all__ = [
     "CHECKPOINT_KEYWORDS",
     "DETERMINISM_CHECKS",
@@ -51,6 +54,7 @@ __all__ = [
     "FakeTensor",
     "FakeTensorMode",
     "FUNCTIONALIZE",
+    "FunctionalTensorMode",
     "HigherOrderOperator",
     "PreDispatchTorchFunctionMode",
     "ProxyTorchDispatchMode",
@@ -70,7 +74,6 @@ __all__ = [
     "post_dispatch_node",
     "view_tracking_active",
     "without_torch_functions",
-    "capture_on_this_thread",
     "checkpoint_function",
     "checkpoint_takes_tuples",
     "compiled_code_inlined",
@@ -133,31 +136,63 @@ TRANSFORMS = (
 
 SYMBOLIC_TYPES = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
+
+def torchs_own(module: ModuleType, name: str) -> Any:
+    """The function that ``module`` defines as ``name``, whatever was put in its place since.
+
+    torch decorates some, and other tools patch them, with wrappers that need not tell what
+    they wrap; but the function itself lives on as long as a wrapper calls it.
+    """
+    function = getattr(module, name)
+    while not _is_defined_in(function, module, name):
+        if not hasattr(function, "__wrapped__"):
+            return _surviving(module, name) or _never_called
+        function = function.__wrapped__
+    return function
+
+
+def _never_called(function: Any, *args: Any, use_reentrant: Any = None, **kwargs: Any) -> Any:
+    """Stands for a function of torch's that another tool replaced and nothing holds any more."""
+    raise NotImplementedError("this function of torch is gone")
+
+
+def _is_defined_in(function: Any, module: ModuleType, name: str) -> bool:
+    code = getattr(function, "__code__", None)
+    return (
+        code is not None
+        and code.co_name == name
+        and not code.co_freevars
+        and function.__globals__ is vars(module)
+    )
+
+
+def _surviving(module: ModuleType, name: str) -> Any:
+    for candidate in gc.get_referrers(vars(module)):
+        if isinstance(candidate, FunctionType) and _is_defined_in(candidate, module, name):
+            return candidate
+    return None
+
+
 #: Keyword arguments of ``torch.utils.checkpoint.checkpoint`` itself, with the
 #: default of each; everything else goes to the checkpointed function.
 #: ``early_stop`` came with torch 2.9, ``respect_saved_tensors_hooks`` with 2.14.
 CHECKPOINT_KEYWORDS: dict[str, Any] = {
     name: parameter.default
     for name, parameter in inspect.signature(
-        inspect.unwrap(torch_checkpoint.checkpoint)
+        torchs_own(torch_checkpoint, "checkpoint")
     ).parameters.items()
     if parameter.kind is inspect.Parameter.KEYWORD_ONLY
 }
 CHECKPOINT_KEYWORDS.setdefault("preserve_rng_state", True)
 
 
-def _checkpoint_function() -> Any:
-    function = getattr(torch_checkpoint, "_checkpoint_impl", torch_checkpoint.checkpoint)
-    while hasattr(function, "__wrapped__"):
-        function = function.__wrapped__
-    return function
-
-
 #: The function that runs a region, however ``checkpoint`` was called.  From torch 2.14
 #: on that is ``_checkpoint_impl(function, args, kwargs, *, ...)``, to which the curried
 #: form ``checkpoint(use_reentrant=False)(function)`` goes directly.
-checkpoint_function = _checkpoint_function()
-checkpoint_takes_tuples = checkpoint_function.__name__ != "checkpoint"
+checkpoint_takes_tuples = hasattr(torch_checkpoint, "_checkpoint_impl")
+checkpoint_function = torchs_own(
+    torch_checkpoint, "_checkpoint_impl" if checkpoint_takes_tuples else "checkpoint"
+)
 #: What ``determinism_check`` may be.
 DETERMINISM_CHECKS: tuple[str, ...] = tuple(
     getattr(torch_checkpoint, "_allowed_determinism_checks_to_fns", ("default", "none"))
@@ -218,24 +253,6 @@ def non_strict_tracing() -> bool:
     return bool(_non_strict_flag is not None and _non_strict_flag())
 
 
-_this_thread = threading.local()
-
-
-@contextmanager
-def capture_on_this_thread() -> Iterator[None]:
-    """Note that a pre-dispatch trace runs here.
-
-    torch keeps the stack of pre-dispatch modes in one place for all threads, so
-    the mode alone does not tell whose trace it belongs to.
-    """
-    depth = getattr(_this_thread, "captures", 0)
-    _this_thread.captures = depth + 1
-    try:
-        yield
-    finally:
-        _this_thread.captures = depth
-
-
 def compiled_code_inlined() -> Any:
     """Let captured code call what went through ``torch.compile``: it runs as it was written.
 
@@ -247,7 +264,7 @@ def compiled_code_inlined() -> Any:
 
 def pre_dispatch_tracer() -> Any:
     """The tracer that records this thread's operations before dispatch, or None."""
-    if not getattr(_this_thread, "captures", 0):
+    if not captures_on_this_thread():
         return None
     mode = get_proxy_mode()
     if mode is None or not mode.pre_dispatch or not mode.enable_tracing:

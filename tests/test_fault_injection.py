@@ -20,7 +20,7 @@ from torch.utils.checkpoint import (
 )
 
 import hops
-from hops import _capture_function, _capture_hooks, _decompose
+from hops import _capture_function, _capture_hooks, _decompose, _threads
 from hops import _torch as hops_torch
 
 OURS = tuple(
@@ -126,9 +126,9 @@ def state():
         "node metadata": dict(torch.fx.traceback.current_meta),
         "preserved metadata": torch.fx.traceback.has_preserved_node_meta(),
         "metaclass": "__getattribute__" in meta.__dict__,
-        "checkpoint": hops_torch.checkpoint_function.__code__ is _capture_hooks._checkpoint_code,
+        "checkpoint": hops_torch.checkpoint_function.__code__ is not _capture_hooks._entry,
         "hooks": _capture_hooks.capture_hooks._active,
-        "captures of this thread": getattr(hops_torch._this_thread, "captures", 0),
+        "captures of this thread": _threads.captures_on_this_thread(),
         "pending look-up": getattr(_capture_function._state, "pending", None),
         "pending call": getattr(_capture_function._state, "call", None),
         "kept operators": getattr(_decompose._state, "kept", ()),

@@ -10,7 +10,7 @@ import torch
 from models import FunctionModel, operators
 
 import hops
-from hops import _capture_hooks, _patches
+from hops import _capture_hooks, _doctor, _patches
 from hops._torch import checkpoint_function
 
 
@@ -98,7 +98,7 @@ def test_nothing_is_hooked_outside_a_capture():
 
 
 def test_doctor_lists_every_site():
-    printed = _patches.doctor()
+    printed = _doctor.report()
     for site in _patches.SITES:
         assert site.where in printed
     assert torch.__version__ in printed
