@@ -88,7 +88,7 @@ def _code(value: Any) -> Any:
 def _is_torchs(value: Any) -> bool:
     code = _code(value)
     if code is not None:
-        return code.co_filename.startswith((_TORCH, "<"))
+        return code.co_filename.startswith(_TORCH)
     module = getattr(value, "__module__", None) or type(value).__module__
     return module.split(".")[0] in ("torch", "builtins")
 

@@ -89,7 +89,11 @@ def _rename(program: Any, classes: dict[str, str]) -> None:
     _merge_inputs(signature.input_specs, placeholders)
     for spec in signature.input_specs:
         node = placeholders.get(getattr(spec.arg, "name", ""))
-        if None not in (spec.target, node) and (WRAPPED in node.name or _BODY in node.name):
+        if (
+            node is not None
+            and spec.target is not None
+            and (WRAPPED in node.name or _BODY in node.name)
+        ):
             _rename_placeholder(node, spec.target)
     new_names = {before: node.name for before, node in placeholders.items()}
     for spec in (*signature.input_specs, *signature.output_specs):
