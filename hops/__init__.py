@@ -21,6 +21,7 @@ __all__ = [
     "SavedForBackward",
     "SavedTensor",
     "__version__",
+    "canonicalize",
     "checkpoint_name",
     "checkpoint_parts",
     "function_parts",
@@ -33,6 +34,7 @@ __all__ = [
 
 try:
     from hops import _probe, policies  # noqa: F401
+    from hops._canonical import canonicalize
     from hops._decompose import run_decompositions
     from hops._names import checkpoint_name
     from hops._parts import CheckpointParts, FunctionParts, checkpoint_parts, function_parts

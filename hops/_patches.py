@@ -12,6 +12,8 @@ import os
 import sys
 from typing import Any
 
+from torch import fx
+
 from hops import _capture_function, _capture_hooks, _native, _tracing
 from hops import autograd_function_apply as function_operator
 from hops import tag_activation_checkpoint as checkpoint_operator
@@ -26,6 +28,7 @@ from hops._export_names import naming_the_wrapped
 from hops._export_passes import EXPORT_PASSES, mend_export_pass
 from hops._operators import own_operator
 from hops._sites import Installation, Site
+from hops._threads import annotating_own_capture, one_at_a_time
 from hops._torch import (
     ProxyTorchDispatchMode,
     custom_function_call,
@@ -81,6 +84,13 @@ def _refuse_transforms_by_name(changes: Changes) -> str | None:
     return None
 
 
+def _patch_annotations(changes: Changes) -> str | None:
+    if not hasattr(fx.traceback, "annotate"):
+        return "this torch does not annotate"
+    changes.attribute(fx.traceback, "annotate", annotating_own_capture)
+    return None
+
+
 def _declare_effects(changes: Changes) -> None:
     operators = (stock_autograd_function_apply, stock_tag_activation_checkpoint)
     changes.members(functions_with_effects(), {*operators, *transform_functions()})
@@ -105,6 +115,7 @@ def _patch_aot_autograd(changes: Changes) -> None:
 def _patch_export(changes: Changes) -> None:
     trace = sys.modules["torch.export._trace"]
     changes.attribute(trace, "_export_for_training", naming_the_wrapped)
+    changes.attribute(trace, "_export", one_at_a_time)
 
 
 def _patch_archive(changes: Changes) -> str | None:
@@ -175,6 +186,12 @@ SITES = (
         core=True,
     ),
     Site(
+        "torch.fx.traceback.annotate",
+        "a checkpoint in eager on one thread writes into, and fails on, what an export on "
+        "another notes (2.10 on)",
+        _patch_annotations,
+    ),
+    Site(
         "torch._dynamo: TorchHigherOrderOperatorVariable.make, "
         "AutogradFunctionVariable.call_apply, OutputGraph.call_user_compiler, "
         "SideEffects.store_attr and mutation, autograd_function_backward_rewritten, list of "
@@ -212,9 +229,9 @@ SITES = (
         for name in EXPORT_PASSES
     ),
     Site(
-        "torch.export._trace._export_for_training",
+        "torch.export._trace: _export_for_training, _export",
         "names below a CheckpointWrapper show the wrapper: placeholders, state_dict keys, "
-        "module paths",
+        "module paths; exports on two threads at once exchange what they know of their models",
         _patch_export,
         module="torch.export._trace",
     ),

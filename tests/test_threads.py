@@ -49,7 +49,7 @@ def test_threads_that_capture_at_once_each_get_their_own_graph():
     def capture(how):
         try:
             for number in range(ROUNDS):
-                model = BothModel().eval()
+                model = BothModel()
                 x = torch.randn(number + 2, 3)
                 ready.wait(300)
                 results.append((how, model, x, *captured(model, x, how)))
@@ -71,9 +71,11 @@ def test_threads_that_capture_at_once_each_get_their_own_graph():
     for how, model, x, graph, replay in results:
         assert len(operators(graph)) == 3, how
         eager = copy.deepcopy(model)
-        want = eager(x)
-        torch.testing.assert_close(replay(x), want)
-        if how != "make_fx":
+        if how == "make_fx":
+            torch.manual_seed(0)
+            got = replay(x)
+            torch.testing.assert_close(got, gradients(eager, x)[0])
+        else:
             assert_same(gradients(replay, x), gradients(eager, x))
 
 
