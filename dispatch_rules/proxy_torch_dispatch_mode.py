@@ -15,6 +15,7 @@ from torch import fx
 from dispatch_rules import autograd, torch_func
 from hops import autograd_function_apply as function_operator
 from hops import tag_activation_checkpoint as checkpoint_operator
+from hops._aliases import has_storage
 from hops._body import drop_grad_switches, tidy_body
 from hops._capture_checkpoint import capture_body
 from hops._policy_record import carry_policy, numbered, record_policy
@@ -38,10 +39,12 @@ def autograd_function_apply(mode: Any, fwd: Any, bwd: Any, *operands: Any, **opt
         # Refused by name, as a Function in the user's code is.
         with mode:
             return torch_func.autograd_function_apply(None, fwd, bwd, *operands, **options)
+    versions = _versions(operands)
     with unbacked_symbols_bound(detect_fake_mode(operands)):
         result = autograd.autograd_function_apply(fwd, bwd, *operands, **options)
     if not mode.enable_tracing:
         return result
+    operands, actual = _with_written_copied(operands, versions), operands
     form = CallForm(fwd, bwd, operands, options)
     if "num_outputs" not in options:
         form.run = _run_dynamo_body
@@ -64,7 +67,7 @@ def autograd_function_apply(mode: Any, fwd: Any, bwd: Any, *operands: Any, **opt
         key: _register(tracer, "fwd_body_" if key == "fwd" else "bwd_body_", body)
         for key, body in bodies.items()
     }
-    arguments = (nodes.pop("fwd"), nodes.pop("bwd"), *map(_argument(tracer), operands))
+    arguments = (nodes.pop("fwd"), nodes.pop("bwd"), *map(_argument(tracer), actual))
     kept = {k: v for k, v in options.items() if k != "args_tensor_mask"}
     keywords = {
         "name": form.name,
@@ -82,6 +85,36 @@ def autograd_function_apply(mode: Any, fwd: Any, bwd: Any, *operands: Any, **opt
         visible,
     )
     return result
+
+
+def _versions(operands: Sequence[Any]) -> list[int | None]:
+    """How often each tensor has been written into; inference tensors do not count that."""
+    return [
+        v._version if isinstance(v, torch.Tensor) and not v.is_inference() else None
+        for v in operands
+    ]
+
+
+def _with_written_copied(
+    operands: Sequence[Any], versions: Sequence[int | None]
+) -> tuple[Any, ...]:
+    """The operands for another run of a forward that has just run on them.
+
+    A second write would change a real tensor twice, and make autograd refuse an output
+    that is an alias of it.
+    """
+    return tuple(
+        value if before == after else _copied(value)
+        for value, before, after in zip(operands, versions, _versions(operands))
+    )
+
+
+def _copied(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor of the same values and layout, in memory of its own."""
+    if not has_storage(tensor):
+        return tensor.detach().clone()
+    copy = tensor.new_empty_strided(tensor.size(), tensor.stride())
+    return copy.copy_(tensor.detach())
 
 
 def _run_dynamo_body(body: Any, arguments: Sequence[Any]) -> Any:

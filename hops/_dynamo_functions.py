@@ -98,6 +98,7 @@ class _Call:
             real_kwargs = {k: self.view.object_of(v) for k, v in kwargs.items()}
 
             modes = self.view.function_modes()
+            self.view.watch_modules()
 
             def call(*values: Any) -> list[Any]:
                 # The size of a view's base is in no operand: arithmetic on it, which autograd does

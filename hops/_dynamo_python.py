@@ -88,6 +88,7 @@ class PythonView:
         self.tensors: dict[int, tuple[Any, Any]] = {}
         self.parts: dict[int, tuple[Any, str]] = {}
         self.watched: list[Any] = []
+        self._modules: list[tuple[Any, torch.nn.Module]] = []
         self._objects: dict[int, tuple[Any, Any]] = {}
         self._undo: list[Callable[[], None]] = []
 
@@ -220,7 +221,7 @@ class PythonView:
                     if isinstance(held, torch.Tensor):
                         path = f"{prefix}.{name}" if prefix else name
                         self._put(kind, name, self._part(held, variable, path))
-        self.watched.append(Parts(variable, module))
+        self._modules.append((variable, module))
         return self._instance(variable, module)
 
     def _part(self, real: torch.Tensor, variable: Any, path: str) -> torch.Tensor:
@@ -367,6 +368,11 @@ class PythonView:
                 frame = getattr(frame, "parent", None)
             else:
                 raise NotPython(f"the global {name!r}, which has been set,")
+
+    def watch_modules(self) -> None:
+        """Note what the modules hold, now that all that is pending is in place: a module may
+        be reached as a part of another one before what is set on it is known."""
+        self.watched += [Parts(variable, module) for variable, module in self._modules]
 
     def function_modes(self) -> list[Any]:
         """The function modes around this point, which Dynamo applies without entering them."""
