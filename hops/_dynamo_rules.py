@@ -6,6 +6,7 @@ itself does not pay for it.
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -34,6 +35,10 @@ from hops._torch import (
     stock_tag_activation_checkpoint,
     torch_checkpoint,
 )
+
+
+#: Where Dynamo's graph keeps its copies of captured bodies, by the ids of those.
+_COPIES = "_hops_copies"
 
 
 class CapturedFunctionVariable(TorchHigherOrderOperatorVariable):
@@ -97,12 +102,23 @@ def _as_proxy_and_value(tx: Any, variable: Any) -> tuple[Any, Any]:
     """An argument as it goes into the graph, and as it goes into the fake run."""
     body = _graph_module(tx, variable)
     if body is not None:
+        body = _own_body(tx.output, body)
         name = installed_name(tx, body)
         return tx.output.create_proxy("get_attr", name, (), {}), body
     proxy = variable.as_proxy()
     if isinstance(proxy, fx.Proxy):
         return proxy, proxy.node.meta["example_value"]
     return proxy, proxy
+
+
+def _own_body(output: OutputGraph, body: fx.GraphModule) -> fx.GraphModule:
+    """A copy of a body for the new graph, one for all calls: Dynamo takes outputs that
+    nothing uses out of it, and the program that it reads must not change by that."""
+    copies = vars(output).setdefault(_COPIES, {})
+    if id(body) not in copies:
+        tensors = (*body.parameters(), *body.buffers())
+        copies[id(body)] = (body, copy.deepcopy(body, {id(tensor): tensor for tensor in tensors}))
+    return copies[id(body)][1]
 
 
 def make_variable(stock: Callable[..., Any]) -> Callable[..., Any]:
