@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from torch._dynamo.exc import TorchRuntimeError, Unsupported
+from torch._dynamo.exc import TorchDynamoException, TorchRuntimeError, Unsupported
 
 from hops.errors import CaptureError
 
@@ -29,12 +29,22 @@ def naming(what: str) -> Iterator[None]:
     except (Unsupported, AssertionError) as error:
         # Dynamo of torch 2.6 and 2.9 asserts that export sets no tensor on a module.
         if not hasattr(error, _NAMED):
-            setattr(error, _NAMED, what)
-            text = (
-                f"hops: strict capture fails in {what}. Capture with strict=False, which runs the "
-                f"model's Python as it is.\n{error.args[0] if error.args else ''}"
-            )
+            text = f"{_failure(what)}\n{error.args[0] if error.args else ''}"
             error.args = (text, *error.args[1:])
+            setattr(error, _NAMED, what)
             if isinstance(error, Unsupported):
                 error.msg = text
         raise
+    except RuntimeError as error:
+        # The user's, whose text stays in front, or one of torch's that Dynamo calls internal.
+        if not hasattr(error, _NAMED) and not isinstance(error, TorchDynamoException):
+            setattr(error, _NAMED, what)
+            error.args = (f"{error}\n{_failure(what)}",)
+        raise
+
+
+def _failure(what: str) -> str:
+    return (
+        f"hops: strict capture fails in {what}. Capture with strict=False, which runs the "
+        "model's Python as it is."
+    )

@@ -24,7 +24,7 @@ from torch._dynamo.variables.base import ValueMutationNew, VariableTracker
 from torch._dynamo.variables.builder import wrap_fx_proxy
 from torch._dynamo.variables.constant import ConstantVariable
 from torch._dynamo.variables.lists import ListVariable, SizeVariable, TupleVariable
-from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.proxy_tensor import make_fx, maybe_enable_thunkify
 
 from hops._capture_function import function_name
 from hops._dynamo_changes import NotPython, new_dict
@@ -100,7 +100,9 @@ class _Call:
             modes = self.view.function_modes()
 
             def call(*values: Any) -> list[Any]:
-                with ExitStack() as around:
+                # The size of a view's base is in no operand: arithmetic on it, which autograd does
+                # where the view is written to, is recorded only where an operation uses it.
+                with maybe_enable_thunkify(), ExitStack() as around:
                     for function_mode in modes:
                         around.enter_context(function_mode)
                     self.returned = self.function.apply(*real_args, **real_kwargs)

@@ -14,3 +14,5 @@ def _fresh_state():
     torch._dynamo.reset()
     yield
     assert torch.is_grad_enabled(), "a test left grad mode off"
+    assert torch._C._functorch.maybe_current_level() is None, "a test left a transform on"
+    assert torch._C._autograd._saved_tensors_hooks_is_enabled(), "a test left hooks refused"

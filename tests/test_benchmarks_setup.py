@@ -19,7 +19,7 @@ def test_wrapped_and_plain_transformers_compute_the_same():
     torch.testing.assert_close(wrapped.gradients, plain.gradients)
 
 
-@pytest.mark.parametrize("variant", ["hops", "stock"])
+@pytest.mark.parametrize("variant", ["operator", "hops", "stock"])
 def test_replayed_chains_compute_what_eager_does(variant):
     variants = benchmarks.replay_variants(3)
     x = cases.chain_input()

@@ -14,7 +14,7 @@ README = Path(__file__).parents[2] / "README.md"
 BEGIN, END = "<!-- feature table -->\n", "<!-- end of feature table -->\n"
 #: The README shows the torch that `make test` uses.
 TORCH = "2.13.0"
-FRONT_ENDS = ("nonstrict", "strict", "make_fx")
+FRONT_ENDS = ("nonstrict", "strict", "make_fx", "dynamo_export")
 
 SUITES = {
     "test_function_parity.py": ("Functions", list(function_cases.CASES.values())),

@@ -27,6 +27,8 @@ from torch.utils.checkpoint import checkpoint
 import hops
 
 FRONT_ENDS = ("nonstrict", "strict", "make_fx")
+#: Those whose graph runs on the parameters of the model itself: nothing to save or to load.
+GRAPHS = ("make_fx", "dynamo_export")
 REPLAYS = ("module", "deepcopy", "save_load", "reexport", "aot_eager")
 PREFIX = "_checkpoint_wrapped_module."
 SEED = 7
@@ -155,6 +157,24 @@ class FromMakeFx(nn.Module):
         return self.graph_module(list(state_of(self.model).values()), *args)
 
 
+class FromDynamo(nn.Module):
+    """A graph of ``torch._dynamo.export``, which uses the parameters and buffers of the model."""
+
+    def __init__(self, model: nn.Module, graph: torch.fx.GraphModule) -> None:
+        super().__init__()
+        self.model = model
+        self.graph_module = graph
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Any:
+        return self.model.named_parameters(*args, **kwargs)
+
+    def named_buffers(self, *args: Any, **kwargs: Any) -> Any:
+        return self.model.named_buffers(*args, **kwargs)
+
+    def forward(self, *args: Any) -> Any:
+        return self.graph_module(*args)
+
+
 def state_of(module: nn.Module) -> dict[str, torch.Tensor]:
     return {**dict(module.named_parameters()), **dict(module.named_buffers())}
 
@@ -188,6 +208,12 @@ def capture(case: Case, front_end: str) -> Any:
     module, args = build(case)
     if front_end == "make_fx":
         return FromMakeFx(build(case)[0], trace(case, module, args))
+    if front_end == "dynamo_export":
+        shapes = dynamic_shapes(case, args)
+        graph = torch._dynamo.export(
+            module, aten_graph=True, pre_dispatch=True, dynamic_shapes=shapes
+        )
+        return FromDynamo(module, graph(*args).graph_module)
     return export(case, module, args, strict=front_end == "strict")
 
 
@@ -264,10 +290,13 @@ def regions(graph: torch.fx.GraphModule) -> list[torch.fx.Node]:
 def combinations() -> list[Any]:
     return [
         pytest.param(case, front_end, replay, id=f"{case.name}-{front_end}-{replay}")
-        for case, front_end, replay in itertools.product(CASES, FRONT_ENDS, REPLAYS)
+        for case, front_end, replay in itertools.product(
+            CASES, (*FRONT_ENDS, "dynamo_export"), REPLAYS
+        )
         if case.requires
+        and (front_end != "dynamo_export" or replay == "module")
         and (replay != "aot_eager" or case.compiled)
-        and (replay != "save_load" or front_end != "make_fx")
+        and (replay != "save_load" or front_end not in GRAPHS)
         and f"{front_end}-{replay}" not in case.stock_fails
     ]
 

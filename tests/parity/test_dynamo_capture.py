@@ -44,8 +44,10 @@ def _quiet():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
+    # A graph with torch.func.grad in it that fails half-way leaves what grad began.
     while torch._C._functorch.maybe_current_level() is not None:
         torch._C._functorch._grad_decrement_nesting()
+    torch._C._autograd._saved_tensors_hooks_enable()
 
 
 def captured(module: Any, args: tuple[Any, ...]) -> Any:

@@ -28,6 +28,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 import hops
 
 FRONT_ENDS = ("nonstrict", "strict", "make_fx")
+#: Those whose graph runs on the parameters of the model itself: nothing to save or to load.
+GRAPHS = ("make_fx", "dynamo_export")
 REPLAYS = ("module", "deepcopy", "save_load", "reexport", "aot_eager")
 OPERATOR = torch.ops.higher_order.autograd_function_apply
 REFUSED = (hops.CaptureError, hops.ReplayError)
@@ -221,6 +223,21 @@ class Traced(torch.nn.Module):
         return self.graph_module(state, *args)
 
 
+class WithState(torch.nn.Module):
+    """What ``torch._dynamo.export`` gives for a module, whose parameters and buffers it uses."""
+
+    def __init__(self, graph: fx.GraphModule, module: torch.nn.Module) -> None:
+        super().__init__()
+        self.graph_module = graph
+        self.state = module
+
+    named_parameters = Traced.named_parameters
+    named_buffers = Traced.named_buffers
+
+    def forward(self, *args: Any) -> Any:
+        return self.graph_module(*args)
+
+
 def capture(name: str, front_end: str) -> tuple[Any, list[str]]:
     """The captured program, or the error of the capture; and hops's warnings."""
     case = CASES[name]
@@ -239,6 +256,12 @@ cached_capture = functools.cache(capture)
 
 
 def _capture(case: Case, front_end: str, module: torch.nn.Module, args: tuple[Any, ...]) -> Any:
+    if front_end == "dynamo_export":
+        torch._dynamo.reset()
+        export = torch._dynamo.export(
+            module, aten_graph=True, pre_dispatch=True, dynamic_shapes=case.dynamic
+        )
+        return WithState(export(*args).graph_module, module)
     if front_end != "make_fx":
         return torch.export.export(
             module, args, strict=front_end == "strict", dynamic_shapes=case.dynamic
@@ -275,6 +298,9 @@ def replayable(name: str, front_end: str, replay: str) -> tuple[Callable[..., An
     if front_end == "make_fx":
         module = Traced(captured, fresh(name)[0])
         return module, module
+    if front_end == "dynamo_export":
+        captured.state.load_state_dict(fresh(name)[0].state_dict(), strict=False)
+        return captured, captured
     module = rewound(captured, name).module()
     if replay == "deepcopy":
         module = copy.deepcopy(module)
@@ -309,9 +335,9 @@ def grid() -> list[Any]:
     return [
         pytest.param(name, front_end, replay, id=f"{name}-{front_end}-{replay}")
         for name, case in CASES.items()
-        for front_end in FRONT_ENDS
+        for front_end in (*FRONT_ENDS, "dynamo_export")
         for replay in REPLAYS
-        if (front_end != "make_fx" or replay == "module")
+        if (front_end not in GRAPHS or replay == "module")
         and (replay != "aot_eager" or case.aot)
         and not (replay == "save_load" and case.unsaveable)
     ]
@@ -343,7 +369,7 @@ def test_equals_eager(name: str, front_end: str, replay: str, record_property: A
         assert_equal(run(callable_, module, others(name), case), eager(name, True))
 
 
-@pytest.mark.parametrize("front_end", FRONT_ENDS)
+@pytest.mark.parametrize("front_end", (*FRONT_ENDS, "dynamo_export"))
 @pytest.mark.parametrize("name", CASES)
 def test_one_operator_for_each_call(name: str, front_end: str) -> None:
     case = CASES[name]
