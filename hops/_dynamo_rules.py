@@ -34,7 +34,6 @@ from hops._torch import (
     torch_checkpoint,
 )
 
-
 #: Where Dynamo's graph keeps its copies of captured bodies, by the ids of those.
 _COPIES = "_hops_copies"
 
