@@ -106,21 +106,21 @@ def _capture_region(
         return result
 
     result = _record(name, run, options, _policy_recorder(options))
-    return _opaque_detached(result) if options["use_reentrant"] else result
+    return opaque_detached(result) if options["use_reentrant"] else result
 
 
-def _opaque_detached(result: Any) -> Any:
-    """A reentrant region is a Function, to which a tensor inside a list or dict is no
+def opaque_detached(result: Any) -> Any:
+    """A reentrant region is a Function, to which a tensor inside a list, dict or tuple is no
     output: it comes out without a gradient."""
-
-    def detached(value: Any) -> Any:
-        return value.detach() if isinstance(value, torch.Tensor) else value
-
     if type(result) is tuple:
-        return tuple(v if isinstance(v, torch.Tensor) else _opaque_detached(v) for v in result)
-    if isinstance(result, torch.Tensor):
-        return result
-    return pytree.tree_map(detached, result)
+        return tuple([_detached(v) for v in result])
+    return _detached(result)
+
+
+def _detached(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value
+    return pytree.tree_map(lambda v: v.detach() if isinstance(v, torch.Tensor) else v, value)
 
 
 def capture_body(body: fx.GraphModule, operands: Sequence[Any], options: dict[str, Any]) -> Any:
@@ -253,6 +253,13 @@ def _write(
 
 
 def _add_output(tracer: Any, call: fx.Node, inner: fx.Node) -> fx.Node:
-    """One more output of a captured region, for a value that left it on its own."""
+    """One more output of a captured region, for a value that left it on its own: out of a
+    reentrant one, which eager runs without gradients, it comes without a gradient."""
     body = getattr(owner_of(call, tracer), str(call.args[0].target))
-    return add_output(call, body, inner, len(call.meta["val"]))
+    output = add_output(call, body, inner, len(call.meta["val"]))
+    if not call.kwargs["use_reentrant"] or not isinstance(inner.meta.get("val"), torch.Tensor):
+        return output
+    with output.graph.inserting_after(output):
+        detached = output.graph.call_function(torch.ops.aten.detach.default, (output,))
+    detached.meta.update(output.meta)
+    return detached

@@ -23,9 +23,10 @@ from typing import Any
 import torch
 from torch import fx
 from torch._dynamo.variables.functions import UserFunctionVariable
+from torch._dynamo.variables.lists import TupleVariable
 from torch._dynamo.variables.tensor import TensorVariable
 
-from hops._capture_checkpoint import resolve_use_reentrant
+from hops._capture_checkpoint import opaque_detached, resolve_use_reentrant
 from hops._capture_hooks import call_original
 from hops._dynamo_changes import NotPython
 from hops._dynamo_errors import CaptureErrorInDynamo, naming
@@ -40,6 +41,7 @@ from hops._torch import (
 from hops.tag_activation_checkpoint import CONTEXT_FN
 
 _REGION = "hops_region"
+_RETURNED = "hops_returned"
 
 
 @dataclass(frozen=True)
@@ -96,7 +98,18 @@ def trace_region(tx: Any, checkpoint: Any, args: list[Any], kwargs: dict[str, An
         _refuse_assigned_buffers(name, assigned, _assigned_buffers(tx))
         left = tx.output.create_proxy("call_function", region_left, (entered,), {})
         left.node.meta[_REGION] = region
-        return result
+        if not reentrant:
+            return result
+        left.node.meta[_RETURNED] = _returned(result)
+        return UserFunctionVariable(opaque_detached).call_function(tx, [result], {})
+
+
+def _returned(result: Any) -> set[fx.Node]:
+    """The nodes of the tensors that are outputs of the Function that a reentrant region is."""
+    result = result.realize()
+    values = result.items if isinstance(result, TupleVariable) else [result]
+    tensors = [v for v in (value.realize() for value in values) if isinstance(v, TensorVariable)]
+    return {v.as_proxy().node for v in tensors}
 
 
 def _assigned_buffers(tx: Any) -> dict[tuple[int, str], Any]:
@@ -289,7 +302,7 @@ class _Fold:
     ) -> None:
         name = next(n for n in _names("wrap_body_") if not hasattr(self.module, n))
         self.module.register_module(name, body)
-        kept = {k: v for k, v in self.left.meta.items() if k != _REGION}
+        kept = {k: v for k, v in self.left.meta.items() if k not in (_REGION, _RETURNED)}
         with self.graph.inserting_before(self.left):
             reference = self.graph.get_attr(name)
             call = self.graph.call_function(
@@ -301,7 +314,18 @@ class _Fold:
                 slot = self.graph.call_function(operator.getitem, (call, position))
                 slot.meta.update(kept)
                 slot.meta["example_value"] = node.meta["example_value"]
+                if self._is_opaque(node):
+                    slot = self.graph.call_method("detach", (slot,))
+                    slot.meta.update(kept)
+                    slot.meta["example_value"] = node.meta["example_value"]
                 node.replace_all_uses_with(slot, delete_user_cb=lambda u: u not in inside)
+
+    def _is_opaque(self, node: fx.Node) -> bool:
+        """Whether a tensor leaves a reentrant region, which eager runs without gradients,
+        in another way than by being returned."""
+        returned = self.left.meta.get(_RETURNED)
+        is_tensor = isinstance(node.meta["example_value"], torch.Tensor)
+        return returned is not None and is_tensor and node not in returned
 
     def _drop_moved(self, body: fx.GraphModule) -> None:
         """What only the body uses is no longer an attribute of the module around."""

@@ -184,3 +184,18 @@ def test_without_preserving_the_state_recompute_is_eagers():
         results.append((outputs[1], gradient, torch.get_rng_state()))
         assert not torch.equal(outputs[1] == 0, gradient == 0)
     torch.testing.assert_close(results[0], results[1])
+
+
+def test_compiling_a_captured_program_leaves_its_bodies_alone():
+    """Dynamo takes outputs that nothing uses out of the bodies that its graph holds."""
+
+    class Model(torch.nn.Module):
+        def forward(self, x):
+            return checkpoint(lambda y: (y.sin(), y.cos()), x, use_reentrant=False)[1]
+
+    x = torch.randn(2, 3, requires_grad=True)
+    program = torch.export.export(Model(), (x,), strict=False).module()
+    before = program.code, program.wrap_body_0.code
+    torch.compile(program, backend="aot_eager", fullgraph=True)(x)
+    assert (program.code, program.wrap_body_0.code) == before
+    torch.testing.assert_close(program(x), Model()(x))

@@ -362,3 +362,39 @@ def test_what_cannot_be_handed_to_a_function_names_it():
 
     with pytest.raises(Exception, match=r"Factor(.|\n)*strict=False"):
         export(Handing())
+
+
+class _Holder:
+    def __init__(self, value):
+        self.value = value
+
+
+OPAQUE = {
+    "dict": (lambda a, kept: {"it": a}, lambda out, kept: out["it"]),
+    "tuple_in_a_tuple": (lambda a, kept: (a.cos(), (a,)), lambda out, kept: out[1][0]),
+    "object": (lambda a, kept: _Holder(a), lambda out, kept: out.value),
+    "list_outside": (lambda a, kept: kept.append(a) or a.cos(), lambda out, kept: kept[0]),
+}
+
+
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("way", list(OPAQUE))
+def test_what_leaves_a_reentrant_region_in_another_way_has_no_gradient(way, strict):
+    """Eager runs the forward of such a region without gradients, and gives one to outputs only."""
+    give, take = OPAQUE[way]
+
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.ones(3))
+
+        def forward(self, x):
+            kept = []
+            h = x * self.weight
+            out = checkpoint(lambda y: give(y.sin() * self.weight, kept), h, use_reentrant=True)
+            return take(out, kept) * self.weight + h
+
+    model, x = Model(), torch.randn(2, 3)
+    want = gradients(model, x)
+    program = torch.export.export(model, (x,), strict=strict).module()
+    assert_same(gradients(program, x), want)

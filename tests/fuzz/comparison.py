@@ -27,6 +27,7 @@ def run(program, module, args, double):
     leaves.update({f"input {i}": a for i, a in enumerate(args) if a.requires_grad})
     for leaf in leaves.values():
         leaf.grad = None
+    before = {name: b.detach().clone() for name, b in module.named_buffers()}
     torch.manual_seed(7)
     outputs = tree_leaves(program(*args))
     tensors = [o for o in outputs if isinstance(o, torch.Tensor)]
@@ -46,7 +47,9 @@ def run(program, module, args, double):
         found["error"] = str(error)
         return found
     found["gradient"] = {name: leaf.grad for name, leaf in leaves.items()}
-    found["buffer"] = {name: b.detach().clone() for name, b in module.named_buffers()}
+    after = {name: b.detach().clone() for name, b in module.named_buffers()}
+    # Strict export drops the buffers that the model does not use.
+    found["buffer"] = {n: b for n, b in after.items() if not torch.equal(b, before[n])}
     found["input"] = [a.detach().clone() for a in args]
     if double and differentiable:
         found["second"] = second_order(differentiable, leaves)

@@ -94,10 +94,17 @@ _MOST_REGIONS = 5
 
 
 class TreeWriter:
-    """Writes the forward of a model: a tree of regions."""
+    """Writes the forward of a model: a tree of regions.
 
-    def __init__(self, draw: Draw) -> None:
+    Args:
+        compiled: it is to be compiled.  Compiled code, of the eager model too, updates the
+            buffers of a region once where eager does it again in recompute, and drops random
+            numbers that nothing uses: there every value is used, and no region has a norm.
+    """
+
+    def __init__(self, draw: Draw, compiled: bool) -> None:
         self.draw = draw
+        self.compiled = compiled
         self.count = 0
         self.regions = 0
         self.reentrant = False
@@ -115,22 +122,22 @@ class TreeWriter:
         for _ in range(self.draw.number(1, 4)):
             kind = self.draw.one_of(["unary"] * 4 + ["binary", "in place", "switch", "region"])
             if kind == "region" and depth < 3 and self.regions < _MOST_REGIONS:
-                lines += self.region(known, depth)
+                lines += self.region(known, own, depth)
             elif kind == "in place" and own:
                 lines.append(f"{self.draw.one_of(own)}.mul_(1.5)")
             elif kind == "switch":
                 lines += self.switch(known)
             else:
-                lines.append(self.operation(known, own, kind == "binary"))
+                lines.append(self.operation(known, own, depth, kind == "binary"))
         return lines
 
-    def operation(self, known: list[str], own: list[str], binary: bool) -> str:
+    def operation(self, known: list[str], own: list[str], depth: int, binary: bool) -> str:
         name, value = self.fresh(), self.draw.one_of(known)
         if binary:
             text = f"{value} * {self.draw.one_of(known)} + {self.draw.one_of(known)}"
         else:
             text = self.draw.one_of(_UNARY).format(v=value)
-            if self.reentrant and "self.norm" in text:
+            if (self.reentrant or self.compiled and depth) and "self.norm" in text:
                 text = f"{value}.exp()"
         known.append(name)
         # Nothing saves its own result of these for backward.
@@ -154,12 +161,16 @@ class TreeWriter:
         )
         return [f"with {inside[0]}:", f"    {inside[1]}"]
 
-    def region(self, known: list[str], depth: int) -> list[str]:
+    def region(self, known: list[str], writable: list[str], depth: int) -> list[str]:
         draw, number = self.draw, self.regions
         self.regions += 1
         parameters = [f"a{number}_{i}" for i in range(draw.number(1, 2))]
         arguments = [draw.one_of(known) for _ in parameters]
-        visible = [*parameters, *(known if draw.often() else [])]
+        visible = list(parameters)
+        if draw.often():
+            visible += known
+            # Eager would recompute from what is written into them after the region.
+            writable.clear()
         own: list[str] = []
         around, options = self.reentrant, self.options()
         # Whether it is recomputed at all, and so updates its buffers again, is another matter
@@ -170,20 +181,21 @@ class TreeWriter:
         made = [v for v in visible if v not in known and v not in parameters]
         results = [draw.one_of(made or parameters) for _ in range(draw.number(1, 2))]
         if made:
-            results[0] = made[-1]
+            results = made if self.compiled else [made[-1], *results[1:]]
         names = [self.fresh() for _ in results]
         form = draw.one_of(["tuple", "dict"]) if len(results) > 1 else "single"
         call = f"checkpoint(region{number}, {', '.join([*arguments, *options])})"
         if form == "single":
             returned, lines = results[0], [f"{names[0]} = {call}"]
         elif form == "tuple":
-            returned = f"{results[0]}, 3, {results[1]}"
-            lines = [f"{names[0]}, _, {names[1]} = {call}"]
+            returned = f"{results[0]}, 3, {', '.join(results[1:])}"
+            lines = [f"{names[0]}, _, {', '.join(names[1:])} = {call}"]
         else:
-            returned = f"{{'one': {results[0]}, 'two': [{results[1]}, None]}}"
+            returned = f"{{'one': {results[0]}, 'two': [{', '.join(results[1:])}, None]}}"
             lines = [
                 f"result{number} = {call}",
-                f"{names[0]}, {names[1]} = result{number}['one'], result{number}['two'][0]",
+                f"{names[0]} = result{number}['one']",
+                f"{', '.join(names[1:])}, _ = result{number}['two']",
             ]
         known += names
         head = f"def region{number}({', '.join(parameters)}):"
@@ -204,8 +216,8 @@ class TreeWriter:
         known, own = ["x", "h"], ["h"]
         lines = ["h = x * self.weight", *self.block(known, own, 0)]
         while not self.regions or self.draw.rarely() and self.regions < _MOST_REGIONS:
-            lines += self.region(known, 0)
-        results = [v for v in known[2:] if self.draw.rarely()] + [known[-1]]
+            lines += self.region(known, own, 0)
+        results = [v for v in known[2:] if self.compiled or self.draw.rarely()] + [known[-1]]
         lines.append(f"return {''.join(f'{name}, ' for name in results)}")
         return "def forward(self, x):\n" + _indented("\n".join(lines))
 
@@ -213,14 +225,14 @@ class TreeWriter:
 @st.composite
 def programs(draw: Any, front_ends: tuple[str, ...], replays: tuple[str, ...] = REPLAYS) -> Program:
     drawn = Draw(draw)
-    source = PROGRAM.format(
-        forward=_indented(TreeWriter(drawn).write()), requires_grad=drawn.often()
-    )
     front_end = drawn.one_of(front_ends)
+    replay = "module" if front_end == "make_fx" else drawn.one_of(replays)
+    writer = TreeWriter(drawn, compiled=replay == "aot_eager")
+    source = PROGRAM.format(forward=_indented(writer.write()), requires_grad=drawn.often())
     return Program(
         source,
         front_end,
-        "module" if front_end == "make_fx" else drawn.one_of(replays),
+        replay,
         drawn.rarely(),
         False,
     )
