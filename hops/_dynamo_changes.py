@@ -24,6 +24,28 @@ class NotPython(Exception):
     """A value cannot be handed over between Dynamo and real Python code."""
 
 
+class Unknown:
+    """Stands for a pending value that has no Python counterpart: whoever uses it is told."""
+
+    def __init__(self, what: str) -> None:
+        self.__dict__["what"] = what
+
+    def __getattr__(self, name: str) -> Any:
+        raise NotPython(self.__dict__["what"])
+
+    __hash__ = object.__hash__
+
+
+_USES = (
+    "setattr delattr bool len iter next reversed contains getitem setitem delitem call enter exit "
+    "eq ne lt le gt ge int float index add radd sub rsub mul rmul truediv rtruediv floordiv "
+    "rfloordiv mod rmod pow rpow matmul rmatmul and rand or ror xor rxor neg pos abs invert"
+)
+for _use in _USES.split():
+    # Python looks these up on the class, past __getattr__.
+    setattr(Unknown, f"__{_use}__", lambda self, *args: self.used)
+
+
 Build = Callable[[Any], Any]
 
 

@@ -45,7 +45,16 @@ from torch._dynamo.variables.tensor import (
 )
 from torch._dynamo.variables.user_defined import UserDefinedObjectVariable
 
-from hops._dynamo_changes import Attributes, Cell, Fixed, Items, Mapping, NotPython, Parts
+from hops._dynamo_changes import (
+    Attributes,
+    Cell,
+    Fixed,
+    Items,
+    Mapping,
+    NotPython,
+    Parts,
+    Unknown,
+)
 from hops._dynamo_variables import (
     CONTAINERS,
     attribute_or_none,
@@ -57,19 +66,6 @@ from hops._dynamo_variables import (
 )
 
 _CELLS = "_hops_cells"
-
-
-class _Unknown:
-    """Stands for a pending value that has no Python counterpart: whoever uses it is told."""
-
-    def __init__(self, what: str) -> None:
-        self.__dict__["what"] = what
-
-    def __getattr__(self, name: str) -> Any:
-        raise NotPython(self.__dict__["what"])
-
-    def __bool__(self) -> bool:
-        raise NotPython(self.__dict__["what"])
 
 
 class PythonView:
@@ -161,6 +157,8 @@ class PythonView:
 
     def _container(self, variable: Any) -> Any:
         kind, items = kind_of(variable), items_of(variable)
+        if attribute_or_none(variable, "dv_dict") is not None:
+            return self._view_of_dict(variable, self.object_of(variable.dv_dict))
         if items is None:
             return None
         if kind is list:
@@ -175,6 +173,10 @@ class PythonView:
         if isinstance(own, CONTAINERS) and self.tx.output.side_effects.is_modified(variable):
             return self._fill(variable, items, own, Fixed)
         return self._fill(variable, items, set(), Fixed) if kind is set and own is None else None
+
+    def _view_of_dict(self, variable: Any, held: Any) -> Any:
+        kind = attribute_or_none(variable, "kv")
+        return types.MappingProxyType(held) if kind is None else getattr(held, kind)()
 
     def _fill(self, variable: Any, items: Any, empty: Any, watch: Any) -> Any:
         """A container of the contents that Dynamo knows: the user's own if there is one."""
@@ -261,7 +263,7 @@ class PythonView:
         try:
             return self.object_of(variable)
         except NotPython as error:
-            return _Unknown(str(error))
+            return Unknown(str(error))
 
     # ---------------------------------------------------------------- functions, cells
 
