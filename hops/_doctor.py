@@ -15,6 +15,7 @@ from hops._sites import Site, State
 from hops._torch import torch_checkpoint
 from hops._version import __version__
 
+_STANDARD_LIBRARY = os.path.dirname(os.__file__)
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 
 
@@ -81,8 +82,12 @@ def _by_others(change: Change) -> Iterator[str]:
 
 
 def _code(value: Any) -> Any:
-    value = getattr(value, "__func__", value)
-    return getattr(value, "__code__", None)
+    """Where a value was written, seen through what the standard library puts around it."""
+    value = getattr(value, "func", getattr(value, "__func__", value))
+    code = getattr(value, "__code__", None)
+    if code is not None and os.path.dirname(code.co_filename) == _STANDARD_LIBRARY:
+        return getattr(getattr(value, "__wrapped__", None), "__code__", code)
+    return code
 
 
 def _is_torchs(value: Any) -> bool:
