@@ -4,14 +4,15 @@
 A torch that has a rule of its own keeps it, and an operator that torch both
 runs and traces by rules of its own keeps its class as well.  A rule counts
 as torch's own if torch registered it before us, with one exception: the rule by
-which stock torch traces ``tag_activation_checkpoint`` takes a selective policy
-for granted, and fails on every other region.
+which stock torch traces ``tag_activation_checkpoint`` puts the body into the graph
+as it is, which is not ATen (2.9), or takes a selective policy for granted, and
+fails on every other region (2.13 on).
 """
 
 from __future__ import annotations
 
 import dis
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import Any
 
 from dispatch_rules import TABLE
@@ -30,8 +31,8 @@ _TABLES = ("py_kernels", "python_key_table", "functorch_table", "_dispatch_cache
 def native_keys(operator: Any) -> set[Any]:
     """The keys of the rule table under which torch has a rule of its own."""
     found = {key for key in TABLE[operator.__name__] if _registered(operator, key) is not None}
-    rule = _registered(operator, ProxyTorchDispatchMode)
-    if _takes_a_policy_for_granted(rule):
+    code = getattr(_registered(operator, ProxyTorchDispatchMode), "__code__", None)
+    if code is not None and (_leaves_the_body_as_it_is(code) or _takes_a_policy_for_granted(code)):
         found.discard(ProxyTorchDispatchMode)
     return found
 
@@ -50,10 +51,15 @@ def _registered(operator: Any, key: Any) -> Any:
     return None
 
 
-def _takes_a_policy_for_granted(rule: Any) -> bool:
+def _leaves_the_body_as_it_is(code: CodeType) -> bool:
+    """Whether a rule for tracing registers a body without having traced it."""
+    names = set(code.co_names)
+    return "register_module" in names and not {"make_fx", "reenter_make_fx"} & names
+
+
+def _takes_a_policy_for_granted(code: CodeType) -> bool:
     """Whether a rule subscripts the metadata of a body by the policy's key, unasked."""
-    code = getattr(rule, "__code__", None)
-    if code is None or CONTEXT_FN not in code.co_consts or "get" in code.co_names:
+    if CONTEXT_FN not in code.co_consts or "get" in code.co_names:
         return False
     return all(instruction.opname != "CONTAINS_OP" for instruction in dis.get_instructions(code))
 

@@ -73,7 +73,7 @@ else:
 
 
 def test_stocks_rule_for_tracing_a_region_is_no_native_rule():
-    """It takes a selective policy for granted."""
+    """It puts the body into the graph as it is, and takes a selective policy for granted."""
     run(
         """
         import torch
