@@ -159,8 +159,8 @@ class Removing(importlib.abc.MetaPathFinder):
             del module.node_inline_
         spec.loader.exec_module = exec_module
         return spec
-sys.meta_path.append(Removing())
-sys.meta_path.insert(len(sys.meta_path) - 2, sys.meta_path.pop())
+from importlib.machinery import PathFinder
+sys.meta_path.insert(sys.meta_path.index(PathFinder), Removing())
 with warnings.catch_warnings(record=True) as told:
     warnings.simplefilter("always")
     import torch._export.passes.replace_autocast_with_hop_pass as module
