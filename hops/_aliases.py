@@ -126,7 +126,10 @@ class Replaced:
 def has_storage(tensor: Any) -> bool:
     """Whether it is a plain tensor, whose storage tells what it aliases."""
     plain = isinstance(tensor, FakeTensor) or type(tensor) in (torch.Tensor, torch.nn.Parameter)
-    return plain and tensor.layout is torch.strided and not is_transformed(tensor)
+    if not plain:
+        return False
+    with without_torch_functions():
+        return tensor.layout is torch.strided and not is_transformed(tensor)
 
 
 def knowing_aliases(tracer: Any, create_arg: Callable[[Any], Any]) -> Callable[[Any], Any]:

@@ -148,6 +148,9 @@ def tidy_body(module: fx.GraphModule) -> None:
     for target, nested in moved.items():
         module.register_module(target, nested)
     tidy_graph(module.graph)
+    # Each GraphModule has a class of its own, with its code; this is how it gets one that
+    # keeps the code.  A second module for the graph would take it from its owner.
+    module.__class__ = type(Body.__new__(Body))
     module.recompile()
 
 

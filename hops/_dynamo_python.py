@@ -343,9 +343,11 @@ class PythonView:
                 self._put_global(variable)
             elif not isinstance(variable, TensorVariable):
                 self._put_attributes(variable, self.object_of(variable))
-        for variable in list(effects.id_to_variable.values()):
-            if isinstance(self.original(variable), CONTAINERS) and effects.is_modified(variable):
-                self.object_of(variable)
+        for item in list(effects.keepalive):
+            if isinstance(item, CONTAINERS):
+                variable = effects.id_to_variable.get(id(item))
+                if variable is not None and effects.is_modified(variable):
+                    self.object_of(variable)
 
     def _put_attributes(self, variable: Any, value: Any) -> None:
         """What is set on a module of Python's, where globals of inlined code are (2.9 on)."""

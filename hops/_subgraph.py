@@ -43,6 +43,7 @@ from hops._torch import (
     is_traceable_wrapper_subclass,
     pre_dispatch_tracer,
     track_tensor_tree,
+    without_torch_functions,
 )
 from hops.errors import CaptureError
 
@@ -362,7 +363,7 @@ def owner_of(node: fx.Node, tracer: Any) -> torch.nn.Module:
 
 def track(value: Any, proxy: fx.Proxy, tracer: Any) -> None:
     """Let the tracer know ``value`` by ``proxy`` from now on."""
-    with disable_proxy_modes_tracing():
+    with disable_proxy_modes_tracing(), without_torch_functions():
         track_tensor_tree(value, proxy, constant=None, tracer=tracer)
 
 

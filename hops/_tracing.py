@@ -18,7 +18,7 @@ from hops._refusals import refuse_read_of_values
 from hops._shared_bodies import share_bodies
 from hops._subgraph import settle
 from hops._threads import capture_on_this_thread
-from hops._torch import compiled_code_inlined, set_grad_enabled
+from hops._torch import compiled_code_inlined, set_grad_enabled, without_torch_functions
 from hops.errors import CaptureError
 
 
@@ -76,7 +76,8 @@ def _settled_afterwards(tracer: Any) -> Iterator[None]:
     def trace_and_settle(*args: Any, **kwargs: Any) -> Any:
         graph = trace(*args, **kwargs)
         settle(graph, tracer)
-        share_bodies(graph, tracer.root)
+        with without_torch_functions():
+            share_bodies(graph, tracer.root)
         return graph
 
     tracer.trace = trace_and_settle
