@@ -26,3 +26,9 @@ def mutated_operands(body: fx.GraphModule) -> list[int]:
             if alias.is_write:
                 mutated.add(source[value])
     return sorted(mutated)
+
+
+def writes_into_operands(body: fx.GraphModule) -> bool:
+    """Whether ``body``, or a body in it, changes an operand in place."""
+    inside = (child for child in body.children() if isinstance(child, fx.GraphModule))
+    return bool(mutated_operands(body)) or any(map(writes_into_operands, inside))

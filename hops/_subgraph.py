@@ -138,13 +138,17 @@ def surface(node: fx.Node, tracer: Any) -> fx.Node:
 
 
 def settle(graph: fx.Graph, tracer: Any) -> None:
-    """Replace every use of a value that escaped from a closed body of ``graph``."""
+    """Replace every use of a value that escaped from a closed body of ``graph``, and drop
+    the tensors that code around a body no longer uses."""
     if not _closed_bodies(tracer):
         return
     for node in list(graph.nodes):
         for source in node.all_input_nodes:
             if source.graph is not graph:
                 node.replace_input_with(source, surface(source, tracer))
+    for node in graph.find_nodes(op="get_attr"):
+        if not node.users:
+            graph.erase_node(node)
 
 
 class Recording:
