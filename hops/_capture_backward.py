@@ -14,8 +14,8 @@ import torch
 from torch import fx
 
 from hops._body import crosses_as_tensor, drop_grad_switches, pack_number
-from hops._refusals import running_as_a_graph
 from hops._random_state import own_random_states
+from hops._refusals import running_as_a_graph
 from hops._subgraph import (
     Recording,
     leaf_tensors,
