@@ -32,7 +32,11 @@ from torch._subclasses.fake_tensor import (
     FakeTensor,
     FakeTensorMode,
 )
-from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
+from torch._subclasses.functional_tensor import (
+    FunctionalTensor,
+    FunctionalTensorMode,
+    dispatch_functionalize,
+)
 from torch.autograd import forward_ad
 from torch.fx import node as fx_node
 from torch.fx.experimental import proxy_tensor
@@ -80,6 +84,7 @@ __all__ = [
     "compiler_is_tracing",
     "custom_function_call",
     "detect_fake_mode",
+    "dispatch_functionalize",
     "disable_proxy_modes_tracing",
     "fake_conversion_allowed",
     "get_proxy_mode",
@@ -560,7 +565,8 @@ def tag_for_partitioner(body: Any, context_fn: Any, *operands: Any, **options: A
     they get them changed in 2.10 (from tags on the body to a dispatch mode),
     so this calls the installed torch's own code.
     """
-    options = {k: v for k, v in options.items() if k in CHECKPOINT_KEYWORDS}
+    # Stock's dispatch mode cannot go together with debug, which asks eager for a trace.
+    options = {k: v for k, v in options.items() if k in CHECKPOINT_KEYWORDS and k != "debug"}
     if context_fn is not None:
         body.meta["_checkpoint_context_fn"] = context_fn
     if _tag_implementation is not None:
