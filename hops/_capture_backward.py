@@ -155,6 +155,8 @@ class BackwardCapture:
                 returned = self._run(backward, ctx, gradients, watch)
                 outputs = [node_of(g, self.tracer) for g in self._checked(returned)]
             finally:
+                if grad_mode:
+                    replaced.forget_gradients(self.call.forward.graph)
                 replaced.restore()
         drop_grad_switches(body.graph, recording=grad_mode)
         if ctx.read_needs_input_grad:
