@@ -29,6 +29,7 @@ from torch._higher_order_ops.utils import reenter_make_fx
 from torch._ops import HigherOrderOperator
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
+    DynamicOutputShapeException,
     FakeTensor,
     FakeTensorMode,
 )
@@ -499,10 +500,12 @@ def is_data_dependence(error: Exception) -> bool:
     # Imported late: it brings sympy, which costs more than all of hops.
     from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
-    if isinstance(error, (GuardOnDataDependentSymNode, DataDependentOutputException)):
+    if isinstance(error, (GuardOnDataDependentSymNode, *_DATA_DEPENDENT_EXCEPTIONS)):
         return True
     return any(message in str(error) for message in _DATA_DEPENDENCE)
 
+
+_DATA_DEPENDENT_EXCEPTIONS = (DataDependentOutputException, DynamicOutputShapeException)
 
 #: An item of a real tensor; numpy() and the memory of a fake one.
 _DATA_DEPENDENCE = (

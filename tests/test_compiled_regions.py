@@ -82,3 +82,65 @@ def test_a_policy_that_gives_no_decision_recomputes_as_in_eager():
 
     model, x = Region(torch.sin, context_fn=contexts), torch.ones(2, 3)
     assert_same(gradients(exported(model, x).module(), x), gradients(model, x))
+
+
+class Positive(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        index = (x > 0).nonzero()[:, 0]
+        ctx.save_for_backward(index)
+        ctx.shape = x.shape
+        return x.index_select(0, index)
+
+    @staticmethod
+    def backward(ctx, grad):
+        (index,) = ctx.saved_tensors
+        return grad.new_zeros(ctx.shape).index_add(0, index, grad * 2)
+
+
+def selecting(h):
+    return Positive.apply(h.flatten()).sum()
+
+
+def selecting_in_a_region(h):
+    index = (h > 0).nonzero()[:, 0]
+    return h.index_select(0, index).sum()
+
+
+class Leading(torch.autograd.Function):
+    """Of which the checks on a size that it reads belong to the body, not to the program."""
+
+    @staticmethod
+    def forward(ctx, x, count):
+        size = count.item()
+        torch._check(size >= 1)
+        torch._check(size <= x.shape[0])
+        ctx.size, ctx.shape = size, x.shape
+        return x[:size].sum()
+
+    @staticmethod
+    def backward(ctx, grad):
+        out = grad.new_zeros(ctx.shape)
+        out[: ctx.size] = grad * ctx.size
+        return out, None
+
+
+def leading(h):
+    return Leading.apply(h.flatten(), torch.tensor(2))
+
+
+@pytest.mark.parametrize("function", [selecting_in_a_region, selecting, leading])
+def test_sizes_that_depend_on_values_leave_the_compiled_graph(function):
+    class Selecting(FunctionModel):
+        def forward(self, x):
+            h = self.linear(x)
+            if function is not selecting_in_a_region:
+                return function(h)
+            return checkpoint(function, h, use_reentrant=False)
+
+    model, x = Selecting(), torch.ones(2, 3)
+    want = gradients(model, x)
+    program = torch.export.export(model, (x,), strict=False).module()
+    torch._dynamo.reset()
+    compiled = torch.compile(program, backend="aot_eager")
+    assert_same(gradients(compiled, x, parameters=program), want)
