@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from hops._mutation import writes_into_operands
+from hops._mutation import mutated_operands
 from hops._torch import (
     detect_fake_mode,
     disable_proxy_modes_tracing,
@@ -74,7 +74,7 @@ class BodyGraph(fx.Graph):
     """
 
     def eliminate_dead_code(self, is_impure_node: Callable[[fx.Node], bool] | None = None) -> bool:
-        if self.owning_module is not None and writes_into_operands(self.owning_module):
+        if self.owning_module is not None and mutated_operands(self.owning_module):
             return False
         return super().eliminate_dead_code(is_impure_node or fx.Node.is_impure)
 

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch import fx
 from torch._dispatch.python import enable_python_dispatcher
 from torch._dynamo import trace_rules
+from torch._dynamo.exc import Unsupported
 from torch._dynamo.output_graph import OutputGraph
 from torch._dynamo.variables.builder import wrap_fx_proxy
 from torch._dynamo.variables.higher_order_ops import (
@@ -29,11 +31,14 @@ from hops._dynamo_errors import naming
 from hops._dynamo_functions import capture_by_running, installed_name
 from hops._dynamo_policies import known_context_fn
 from hops._dynamo_regions import MARKS, fold_regions, trace_region
+from hops._policy import region_name
 from hops._torch import (
     functions_with_effects,
+    is_data_dependence,
     stock_autograd_function_apply,
     stock_tag_activation_checkpoint,
     torch_checkpoint,
+    unbacked_symbols_bound,
 )
 
 #: Where Dynamo's graph keeps its copies of captured bodies, by the ids of those.
@@ -48,7 +53,7 @@ class CapturedFunctionVariable(TorchHigherOrderOperatorVariable):
     """
 
     _HOP_NAME = "autograd_function_apply"
-    _ALLOW_FALLBACK_TO_EAGER = False
+    _ALLOW_FALLBACK_TO_EAGER = True
 
     def call_function(self, tx: Any, args: Any, kwargs: Any) -> Any:
         return _call_captured(tx, self.value, list(args), dict(kwargs))
@@ -84,7 +89,7 @@ def _graph_module(tx: Any, variable: Any) -> fx.GraphModule | None:
 def _call_captured(tx: Any, operator: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
     arguments = [_as_proxy_and_value(tx, a) for a in args]
     keywords = {k: _as_proxy_and_value(tx, v) for k, v in kwargs.items()}
-    with enable_python_dispatcher(), tx.output.fake_mode:
+    with _leaving_data_dependence(arguments[0][1], kwargs, tx.output.fake_mode):
         example = operator(
             *[value for _, value in arguments], **{k: v for k, (_, v) in keywords.items()}
         )
@@ -95,6 +100,29 @@ def _call_captured(tx: Any, operator: Any, args: list[Any], kwargs: dict[str, An
         kwargs={k: p for k, (p, _) in keywords.items()},
     )
     return wrap_fx_proxy(tx=tx, proxy=proxy, example_value=example)
+
+
+@contextmanager
+def _leaving_data_dependence(body: Any, keywords: dict[str, Any], mode: Any) -> Iterator[None]:
+    """Run a body on fake tensors; one that makes sizes out of the values of tensors leaves the
+    graph, unless Dynamo is set to capture these and need not check them."""
+    checks = getattr(mode.shape_env, "deferred_runtime_asserts", {})
+    before = set(checks)
+    try:
+        with enable_python_dispatcher(), mode, unbacked_symbols_bound(mode):
+            yield
+        error = None
+    except Exception as raised:
+        if not is_data_dependence(raised):
+            raise
+        error = raised
+    if error is not None or checks.keys() - before:
+        name = keywords["name"].as_python_constant() if "name" in keywords else region_name(body)
+        raise Unsupported(
+            f"hops: {name} has sizes that depend on the values of its tensors, which this "
+            f"compilation does not capture ({error or 'they are checked'}). It leaves the graph "
+            "and runs as it is."
+        ) from error
 
 
 def _as_proxy_and_value(tx: Any, variable: Any) -> tuple[Any, Any]:

@@ -147,7 +147,8 @@ SITES = (
     Site(
         "torch.fx.experimental.proxy_tensor._MakefxTracer._trace_inner",
         "pre-dispatch tracing inlines Function.apply and checkpoint; the hooks that catch "
-        "them (FunctionMeta.__getattribute__, checkpoint.__code__) act during a trace only",
+        "them (FunctionMeta.__getattribute__, checkpoint.__code__, and the code of what reads "
+        "and sets random states) act during a trace only",
         _patch_tracing,
         core=True,
     ),

@@ -118,6 +118,11 @@ def _recordings(tracer: Any) -> list[Recording]:
     return recordings
 
 
+def saved_tensors_hooks() -> Any:
+    """The hooks that act on what is saved for backward right now, or None."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True)
+
+
 def recording_on_this_thread() -> Recording | None:
     """The innermost body that is being recorded."""
     tracer = pre_dispatch_tracer()
@@ -164,6 +169,8 @@ class Recording:
         self.name = name
         self.graph = fx.Graph()
         self.parent = tracer.graph
+        self.random_state_set_at: Any = None
+        self.saved_tensors_hooks = saved_tensors_hooks()
         self.operands: list[fx.Node] = []
         self._placeholder_of: dict[fx.Node, fx.Node] = {}
         self._last_placeholder: fx.Node | None = None
