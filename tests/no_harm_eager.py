@@ -290,12 +290,14 @@ def nodes_of_autograd():
     yield type(node).__name__, node.name(), node.rows, node.needs_input_grad
     yield [n.name() for n, _ in node.next_functions], node.saved_tensors
     yield type(node).__mro__, isinstance(node, FunctionCtx), node.metadata
-    yield len(node._raw_saved_tensors), refusal(lambda: node._input_metadata)
+    yield refusal(lambda: len(node._raw_saved_tensors)), refusal(lambda: node._input_metadata)
     out.sum().backward()
     yield refusal(lambda: node.saved_tensors)
     region = checkpoint(lambda v: Scale.apply(v, weight).sin(), x, use_reentrant=False)
     yield region.grad_fn.name(), region.grad_fn.next_functions[0][0].saved_tensors
-    yield checkpoint(lambda v: v + 1, x, use_reentrant=True).grad_fn.name()
+    # Torch 2.9 has lost the name of this one.
+    node = checkpoint(lambda v: v + 1, x, use_reentrant=True).grad_fn
+    yield type(node).__name__, refusal(node.name)
 
 
 @shows
