@@ -17,6 +17,7 @@ from torch._dispatch.python import enable_python_dispatcher
 from torch._dynamo import trace_rules
 from torch._dynamo.exc import Unsupported
 from torch._dynamo.output_graph import OutputGraph
+from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._dynamo.variables.builder import wrap_fx_proxy
 from torch._dynamo.variables.higher_order_ops import (
     CheckpointHigherOrderVariable,
@@ -40,6 +41,7 @@ from hops._torch import (
     torch_checkpoint,
     unbacked_symbols_bound,
 )
+from hops._whole_capture import whole_capture_is_active
 
 #: Where Dynamo's graph keeps its copies of captured bodies, by the ids of those.
 _COPIES = "_hops_copies"
@@ -190,6 +192,24 @@ def call_user_compiler(stock: Callable[..., Any]) -> Callable[..., Any]:
     return call_user_compiler
 
 
+def reading_checkpoint_sequential(stock: Callable[[str], bool]) -> Callable[[str], bool]:
+    """``trace_rules.is_torch_inline_allowed``, which also lets an export read what
+    ``torch.utils.checkpoint`` defines; ``torch.compile`` leaves that out of the graph."""
+
+    @functools.wraps(stock)
+    def is_torch_inline_allowed(filename: str) -> bool:
+        if stock(filename):
+            return True
+        return filename == torch_checkpoint.__file__ and _is_export()
+
+    return is_torch_inline_allowed
+
+
+def _is_export() -> bool:
+    output = InstructionTranslator.current_tx().output
+    return bool(output.export) or whole_capture_is_active()
+
+
 def patch(changes: Changes) -> None:
     changes.attribute(
         TorchHigherOrderOperatorVariable,
@@ -201,4 +221,4 @@ def patch(changes: Changes) -> None:
     changes.members(functions_with_effects(), MARKS)
     _dynamo_compile.patch(changes)
     _dynamo_classes.patch(changes)
-    changes.members(trace_rules.get_mod_inlinelist(), {torch_checkpoint.__file__})
+    changes.attribute(trace_rules, "is_torch_inline_allowed", reading_checkpoint_sequential)
