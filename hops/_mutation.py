@@ -39,15 +39,24 @@ def _effects(body: fx.GraphModule) -> tuple[set[int], list[int | None]]:
             if alias is not None:
                 source[node] = alias
         elif node.op == "call_function":
-            operands = [source.get(v) if isinstance(v, fx.Node) else None for v in _operands(node)]
+            operands = [
+                source.get(v) if isinstance(v, fx.Node) else None for v in _operands(body, node)
+            ]
             for inner in _bodies(body, node):
                 written, outputs = _effects(inner)
                 known = dict(enumerate(operands))
                 mutated.update(p for i in written if (p := known.get(i)) is not None)
                 outputs_of[node] = [None if i is None else known.get(i) for i in outputs]
-    (output,) = body.graph.find_nodes(op="output")
-    returned = output.args[0] if isinstance(output.args[0], (tuple, list)) else output.args
-    return mutated, [source.get(v) if isinstance(v, fx.Node) else None for v in returned]
+    returned = [
+        v
+        for output in body.graph.find_nodes(op="output")
+        for v in tree_leaves(output.args, lambda v: v is None)
+    ]
+    return mutated, [_source(source, v) for v in returned]
+
+
+def _source(source: dict[Any, int], value: Any) -> int | None:
+    return source.get(value) if isinstance(value, fx.Node) else None
 
 
 def _aliased(node: fx.Node) -> Iterator[tuple[Any, bool]]:
@@ -65,25 +74,23 @@ def _aliased(node: fx.Node) -> Iterator[tuple[Any, bool]]:
 
 def _bodies(module: fx.GraphModule, node: fx.Node) -> list[fx.GraphModule]:
     """The bodies that an operator runs on its operands when it is called."""
-    held = [
-        getattr(module, str(v.target), None)
-        for v in node.args
-        if isinstance(v, fx.Node) and v.op == "get_attr"
-    ]
-    bodies = [body for body in held if isinstance(body, fx.GraphModule)]
+    bodies = [body for body in (_body(module, v) for v in node.args) if body is not None]
     if node.target is torch.ops.higher_order.autograd_function_apply:
         return bodies[:1]  # the others are for backward
     return bodies
 
 
-def _operands(node: fx.Node) -> list[Any]:
+def _operands(module: fx.GraphModule, node: fx.Node) -> list[Any]:
     """What an operator hands to its bodies: all that comes after the last of them."""
-    after = max((i for i, v in enumerate(node.args) if _is_attribute(v)), default=-1)
-    return tree_leaves(node.args[after + 1 :], is_leaf=lambda v: v is None)
+    bodies = [i for i, v in enumerate(node.args) if _body(module, v) is not None]
+    return tree_leaves(node.args[max(bodies, default=-1) + 1 :])
 
 
-def _is_attribute(value: Any) -> bool:
-    return isinstance(value, fx.Node) and value.op == "get_attr"
+def _body(module: fx.GraphModule, value: Any) -> fx.GraphModule | None:
+    if not isinstance(value, fx.Node) or value.op != "get_attr":
+        return None
+    held = getattr(module, str(value.target), None)
+    return held if isinstance(held, fx.GraphModule) else None
 
 
 def writes(body: fx.GraphModule) -> bool:
