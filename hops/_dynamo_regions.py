@@ -196,7 +196,7 @@ def _name_of(function: Any) -> str:
     variable = function.realize()
     while isinstance(variable, FunctoolsPartialVariable):
         variable = variable.func.realize()
-    written = getattr(variable, "fn", getattr(variable, "value", None))
+    written: Any = getattr(variable, "fn", getattr(variable, "value", None))
     if hasattr(written, "__qualname__"):
         return str(written.__qualname__)
     try:
