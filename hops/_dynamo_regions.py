@@ -323,7 +323,14 @@ class _Fold:
                     slot = self.graph.call_method("detach", (slot,))
                     slot.meta.update(kept)
                     slot.meta["example_value"] = node.meta["example_value"]
+                self._returned_by_others(node, slot)
                 node.replace_all_uses_with(slot, delete_user_cb=lambda u: u not in inside)
+
+    def _returned_by_others(self, node: fx.Node, slot: fx.Node) -> None:
+        """What a region around this one returns of it, it returns by the new node."""
+        for mark in self.graph.find_nodes(op="call_function", target=region_left):
+            if node in mark.meta.get(_RETURNED, ()):
+                mark.meta[_RETURNED].add(slot)
 
     def _is_opaque(self, node: fx.Node) -> bool:
         """Whether a tensor leaves a reentrant region, which eager runs without gradients,

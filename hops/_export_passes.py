@@ -11,7 +11,9 @@ puts the others back.  On the way it
 - deletes what it takes for unused modules after putting a part back: the bodies
   that lie in other bodies;
 - makes a new module of each body that has a switch in it, without the metadata
-  of the old one, and with it goes a selective policy.
+  of the old one, and with it goes a selective policy;
+- makes an operator without outputs of a region that dead code elimination has
+  emptied, and then does not let it be saved.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from typing import Any
 from torch import fx
 
 from hops._changes import Changes
+from hops._mode_switches import drop_empty_regions
 
 #: The modules of torch that have such a pass, and the names in them that are exchanged.
 EXPORT_PASSES = (
@@ -62,6 +65,7 @@ def _deleting_only_itself(node_inline_: Callable[..., Any]) -> Callable[..., Any
 def _keeping_metadata(sequential_split: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(sequential_split)
     def split(module: fx.GraphModule, *args: Any, **kwargs: Any) -> fx.GraphModule:
+        drop_empty_regions(module.graph)
         parts: fx.GraphModule = sequential_split(module, *args, **kwargs)
         parts.meta = {**parts.meta, **module.meta}
         return parts

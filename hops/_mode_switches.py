@@ -46,5 +46,16 @@ def _move_out_of_autocast(graph: fx.Graph) -> None:
             node.next.append(node)
 
 
+def drop_empty_regions(graph: fx.Graph) -> None:
+    """Remove the autocast and grad mode regions of which dead code elimination has left
+    nothing."""
+    for node in reversed(list(graph.nodes)):
+        if node.target is _ENTER and node.next.target is _EXIT and node.next.args == (node,):
+            graph.erase_node(node.next)
+            graph.erase_node(node)
+        elif _is_switch(node) and _is_switch(node.next):
+            graph.erase_node(node)
+
+
 def _is_switch(node: fx.Node) -> bool:
     return node.op == "call_function" and node.target is set_grad_enabled and not node.users

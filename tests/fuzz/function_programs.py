@@ -37,6 +37,7 @@ class Value:
     Attributes:
         own: it may be written in place: a fresh tensor that nothing aliases.
         intermediate: it is made by the code itself, not handed to it.
+        view: it may be a view of another value.
     """
 
     name: str
@@ -44,6 +45,7 @@ class Value:
     own: bool = False
     intermediate: bool = True
     is_float: bool = True
+    view: bool = False
 
 
 @dataclasses.dataclass
@@ -104,17 +106,23 @@ def _new_value(draw: Draw, known: list[Value], name: str, dtype: str) -> tuple[s
         elif other.is_float and {kind, other.kind} == {"M", "V"}:
             made += [(f"{v} + {other.name}", "M", True)]
     text, kind, own = draw.one_of(made)
-    return f"{name} = {text}", Value(name, kind, own)
+    return f"{name} = {text}", Value(name, kind, own, view=not own)
 
 
 SHAPES = {"M": "(ctx.rows, 3)", "T": "(3, ctx.rows)", "V": "(3,)", "S": "()"}
 
 
 class FunctionWriter:
-    """Writes one Function."""
+    """Writes one Function.
 
-    def __init__(self, draw: Draw, name: str, dtype: str) -> None:
-        self.draw, self.name, self.dtype = draw, name, dtype
+    Args:
+        compiled: it is to be compiled.  AOTAutograd makes an output that is a view of another
+            value of the program anew from that value, and so without the Function's backward
+            (stock torch.compile too): there, views are no outputs.
+    """
+
+    def __init__(self, draw: Draw, name: str, dtype: str, compiled: bool) -> None:
+        self.draw, self.name, self.dtype, self.compiled = draw, name, dtype, compiled
         self.style = draw.one_of(["old", "old", "new", "classmethod"])
         self.kinds = ["M", *(draw.one_of("MMV") for _ in range(draw.number(0, 2)))]
         self.inputs = [Value(f"a{i}", k, intermediate=False) for i, k in enumerate(self.kinds)]
@@ -161,7 +169,7 @@ class FunctionWriter:
 
     def _outputs(self, known: list[Value]) -> list[tuple[str, Value | None]]:
         draw = self.draw
-        made = [v for v in known if v.intermediate]
+        made = [v for v in known if v.intermediate and not (self.compiled and v.view)]
         if not made:
             self.forward.append("out = a0 * 2")
             made = [Value("out", "M", True)]
@@ -170,7 +178,8 @@ class FunctionWriter:
         if self.dirty:
             outputs.append(("a0", Value("a0", "M", intermediate=False)))
         for _ in range(draw.number(0 if self.dirty else 1, 3)):
-            value = draw.one_of([*made, *made, *self.inputs[int(self.dirty) :]])
+            inputs = [] if self.compiled else self.inputs[int(self.dirty) :]
+            value = draw.one_of([*made, *made, *inputs])
             outputs.append((value.name, value))
         if draw.rarely():
             extra = [("3", None), ("'text'", None), ("None", None)]
@@ -408,7 +417,7 @@ def programs(draw: Any, front_ends: tuple[str, ...], replays: tuple[str, ...] = 
     dtype = drawn.one_of(["float32", *DTYPES])
     texts, functions = [], []
     for number in range(drawn.number(1, 2)):
-        text, spec = FunctionWriter(drawn, f"F{number}", dtype).write()
+        text, spec = FunctionWriter(drawn, f"F{number}", dtype, replay == "aot_eager").write()
         texts.append(text)
         functions.append(spec)
     source = PROGRAM.format(

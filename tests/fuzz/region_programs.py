@@ -100,6 +100,7 @@ class TreeWriter:
         compiled: it is to be compiled.  Compiled code, of the eager model too, updates the
             buffers of a region once where eager does it again in recompute, and drops random
             numbers that nothing uses: there every value is used, and no region has a norm.
+            Of a reentrant region it asks no gradient for an output that needs none.
     """
 
     def __init__(self, draw: Draw, compiled: bool) -> None:
@@ -137,7 +138,8 @@ class TreeWriter:
             text = f"{value} * {self.draw.one_of(known)} + {self.draw.one_of(known)}"
         else:
             text = self.draw.one_of(_UNARY).format(v=value)
-            if (self.reentrant or self.compiled and depth) and "self.norm" in text:
+            left_out = "self.norm" in text and (self.reentrant or self.compiled and depth)
+            if left_out or "detach" in text and self.reentrant and self.compiled:
                 text = f"{value}.exp()"
         known.append(name)
         # Nothing saves its own result of these for backward.

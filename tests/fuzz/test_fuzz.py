@@ -6,6 +6,8 @@ budget is ``HOPS_FUZZ_EXAMPLES`` programs for each test, the same every time;
 """
 
 import os
+import sys
+import types
 from pathlib import Path
 
 import comparison
@@ -34,7 +36,10 @@ def script(program):
 
 
 def builder(program):
-    namespace = dict(vars(comparison))
+    # Dynamo finds the globals of a function in the module that it says it is of.
+    module = sys.modules["random_program"] = types.ModuleType("random_program")
+    namespace = vars(module)
+    namespace.update({k: v for k, v in vars(comparison).items() if not k.startswith("__")})
     exec(compile(program.source, "<program>", "exec"), namespace)
     return namespace["build"]
 

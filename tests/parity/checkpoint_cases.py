@@ -733,6 +733,35 @@ def nested_three_deep():
 
 
 @case()
+def reentrant_that_returns_what_a_region_inside_returns():
+    def forward(self, x):
+        def outer(x):
+            deep = checkpoint(self.block, x * 2, use_reentrant=True)
+            return checkpoint(torch.sin, x, use_reentrant=False), deep
+
+        y, z = checkpoint(outer, self.other(x), use_reentrant=True)
+        return y * z
+
+    return model(forward), (tensor(),)
+
+
+@case()
+def an_autocast_and_a_no_grad_region_that_nothing_uses():
+    def forward(self, x):
+        with torch.no_grad():
+            unused = torch.cos(x)
+
+        def region(x):
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                self.block(x + unused)
+            return torch.sin(x) * self.scale
+
+        return checkpoint(region, x, use_reentrant=False)
+
+    return model(forward), (tensor(),)
+
+
+@case()
 def reentrant_inside_reentrant():
     def forward(self, x):
         def outer(x):
