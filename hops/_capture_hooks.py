@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from hops import _capture_checkpoint, _capture_function
+from hops._random_refusals import MindedGenerator
 from hops._refusals import refusing_to_accumulate
 from hops._threads import captures_on_this_thread
 from hops._torch import CHECKPOINT_KEYWORDS, checkpoint_function, checkpoint_takes_tuples
@@ -24,6 +25,8 @@ class capture_hooks:
     - ``FunctionMeta.__getattribute__``: see [Note: where a Function is caught].
     - ``torch.autograd._engine_run_backward``: a call of ``backward()`` in captured
       code adds to the ``grad`` of parameters, which no graph holds.
+    - ``torch.random.default_generator``, the name in that module: a graph does not hold
+      that its state is set.
     - the code object of the function that ``torch.utils.checkpoint.checkpoint`` ends in: see
       [Note: where a checkpoint is caught].
 
@@ -60,6 +63,7 @@ def _hook_all() -> None:
     if "checkpoint" not in native_hooks:
         _hook_checkpoint()
     _hook_engine()
+    _hook_generator()
 
 
 def _unhook_all() -> None:
@@ -109,6 +113,12 @@ def _hook_engine() -> None:
     before = _autograd._engine_run_backward
     _autograd._engine_run_backward = refusing_to_accumulate(before)
     _unhook.append(lambda: setattr(_autograd, "_engine_run_backward", before))
+
+
+def _hook_generator() -> None:
+    before = torch.random.default_generator
+    torch.random.default_generator = MindedGenerator(before)  # type: ignore[assignment]
+    _unhook.append(lambda: setattr(torch.random, "default_generator", before))
 
 
 def _hook_checkpoint() -> None:
