@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._dynamo.variables.functions import UserFunctionVariable
+from torch._dynamo.variables.functions import FunctoolsPartialVariable, UserFunctionVariable
 from torch._dynamo.variables.lists import TupleVariable
 from torch._dynamo.variables.tensor import TensorVariable
 
@@ -192,12 +192,17 @@ def _requires_grad(variable: Any) -> bool:
 
 
 def _name_of(function: Any) -> str:
+    """A region as an error names it: by what it runs, whatever is wrapped around that."""
     variable = function.realize()
+    while isinstance(variable, FunctoolsPartialVariable):
+        variable = variable.func.realize()
+    written: Any = getattr(variable, "fn", getattr(variable, "value", None))
+    if hasattr(written, "__qualname__"):
+        return str(written.__qualname__)
     try:
         return str(variable.get_name())
     except (AttributeError, NotImplementedError):
-        value = getattr(variable, "value", variable)
-        return getattr(value, "__name__", type(value).__name__)
+        return type(variable if written is None else written).__name__
 
 
 def fold_regions(module: fx.GraphModule) -> None:

@@ -109,3 +109,58 @@ def test_values_that_depend_on_no_input_may_be_read():
     x = torch.ones(3, requires_grad=True)
     graph = make_fx(lambda x: Constant.apply(x * 2), pre_dispatch=True)(x)
     assert torch.equal(graph(x), x * 2)
+
+
+class RestoredDropout(torch.autograd.Function):
+    """Draws its mask again in the backward, from the state that the forward began with."""
+
+    @staticmethod
+    def forward(ctx, x, p):
+        ctx.state, ctx.p = torch.get_rng_state(), p
+        return x * (torch.rand_like(x) > p)
+
+    @staticmethod
+    def backward(ctx, grad):
+        now = torch.get_rng_state()
+        torch.set_rng_state(ctx.state)
+        mask = torch.rand_like(grad) > ctx.p
+        torch.set_rng_state(now)
+        return grad * mask, None
+
+
+class SeededNoise(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, p):
+        with torch.random.fork_rng():
+            torch.manual_seed(3)
+            return x + torch.rand_like(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * torch.rand_like(grad), None
+
+
+@FRONT_ENDS
+@pytest.mark.parametrize("function", [RestoredDropout, SeededNoise])
+def test_a_state_of_the_generator_that_is_set_is_refused_by_name(function, strict):
+    """A graph would draw other random numbers than eager."""
+
+    class Drawing(FunctionModel):
+        def forward(self, x):
+            return function.apply(self.linear(x), 0.5)
+
+    with pytest.raises(hops.CaptureError, match=f"{function.__name__}.* sets the state"):
+        export(Drawing(), strict)
+
+
+@FRONT_ENDS
+def test_a_state_that_is_set_outside_of_captured_code_is_none_of_ours(strict):
+    class Seeding(FunctionModel):
+        def forward(self, x):
+            return Scale.apply(self.linear(x), self.weight)
+
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        ep = export(Seeding(), strict)
+    assert operators(ep.graph_module) == ["autograd_function_apply"]
+    assert torch.random.default_generator is torch.default_generator

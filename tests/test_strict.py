@@ -1,5 +1,7 @@
 """What only strict capture meets: Dynamo reads the model's Python, and runs it nowhere."""
 
+import functools
+
 import pytest
 import torch
 from models import FunctionModel, assert_same, gradients, operators
@@ -161,6 +163,30 @@ def test_what_dynamo_cannot_trace_names_the_region():
 
     with pytest.raises(Exception, match=r"checkpointed region of .*opening(.|\n)*strict=False"):
         export(Opening())
+
+
+def test_a_region_is_named_by_what_it_runs():
+    """Model libraries hand over the method of a layer, decorated and with keywords bound."""
+
+    class Decorated(FunctionModel):
+        def __init__(self):
+            super().__init__()
+
+            @functools.wraps(Decorated.opening)
+            def wrapper(*args):
+                return self.opening(*args)
+
+            self.region = functools.partial(wrapper)
+
+        def opening(self, h):
+            print(h.sum().item(), file=open("/dev/null"))
+            return h.sin() * self.weight
+
+        def forward(self, x):
+            return checkpoint(self.region, self.linear(x), use_reentrant=False)
+
+    with pytest.raises(Exception, match=r"checkpointed region of .*Decorated\.opening\."):
+        export(Decorated())
 
 
 # ----------------------------------------------------------- Functions and pending Python state

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import io
+import re
 import warnings
 from typing import Any
 
@@ -58,6 +59,11 @@ def calls_in_eager(name: str) -> int:
 @functools.cache
 def capture(name: str, front_end: str) -> Any:
     """The captured program, or the error of the capture."""
+    with CASES[name].following_constants():
+        return _capture(name, front_end)
+
+
+def _capture(name: str, front_end: str) -> Any:
     module, args = fresh(name)
     torch.manual_seed(7)
     try:
@@ -109,10 +115,11 @@ def _quiet():
 @pytest.mark.parametrize("name", CASES)
 def test_equals_eager(name: str, front_end: str) -> None:
     case = CASES[name]
-    if case.missing():
-        pytest.skip(f"{case.package} is not installed")
     if front_end in case.torch_cannot:
-        pytest.skip(case.torch_cannot[front_end])
+        error = capture(name, front_end)
+        assert isinstance(error, Exception) and not isinstance(error, REFUSALS)
+        assert re.search(case.torch_cannot[front_end], str(error)), error
+        return
     refusal = case.refused.get(front_end, case.refused.get("*"))
     if refusal is not None:
         with pytest.raises(REFUSALS, match=refusal):
