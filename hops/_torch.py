@@ -2,7 +2,8 @@
 
 Everything that differs between torch 2.6 and the newest release is found out
 here, by probing for the capability rather than by comparing version numbers,
-and offered to the rest of the code under one name.  Names that are private to
+and offered to the rest of the code under one name; what concerns checkpoint and
+symbolic sizes is in two modules of its own, and offered here too.  Names that are private to
 torch and that more than one module needs are also imported here, so that a
 torch that moves one of them is mended in one place.
 """
@@ -10,13 +11,10 @@ torch that moves one of them is mended in one place.
 from __future__ import annotations
 
 import functools
-import gc
-import inspect
 import sys
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
-from types import FunctionType, ModuleType
+from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -28,8 +26,6 @@ from torch._higher_order_ops import wrap as stock_wrap
 from torch._higher_order_ops.utils import reenter_make_fx
 from torch._ops import HigherOrderOperator
 from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
     FakeTensor,
     FakeTensorMode,
 )
@@ -51,6 +47,23 @@ from torch.fx.experimental.proxy_tensor import (
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from hops._threads import captures_on_this_thread
+from hops._torch_checkpoint import (
+    CHECKPOINT_KEYWORDS,
+    DETERMINISM_CHECKS,
+    cache_earlier_output,
+    checkpoint_function,
+    checkpoint_takes_tuples,
+    sac_context,
+    sac_ignored_operations,
+    selective_checkpoint_modes,
+)
+from hops._torch_symbols import (
+    SymbolicValues,
+    fake_conversion_allowed,
+    is_data_dependence,
+    statically_known_true,
+    unbacked_symbols_bound,
+)
 
 __all__ = [
     "CHECKPOINT_KEYWORDS",
@@ -141,103 +154,6 @@ TRANSFORMS = (
 )
 
 SYMBOLIC_TYPES = (torch.SymInt, torch.SymFloat, torch.SymBool)
-
-
-def torchs_own(module: ModuleType, name: str) -> Any:
-    """The function that ``module`` defines as ``name``, whatever was put in its place since.
-
-    torch decorates some, and other tools patch them, with wrappers that need not tell what
-    they wrap; but the function itself lives on as long as a wrapper calls it.
-    """
-    function = getattr(module, name)
-    while not _is_defined_in(function, module, name):
-        if not hasattr(function, "__wrapped__"):
-            return _surviving(module, name) or _never_called
-        function = function.__wrapped__
-    return function
-
-
-def _never_called(function: Any, *args: Any, use_reentrant: Any = None, **kwargs: Any) -> Any:
-    """Stands for a function of torch's that another tool replaced and nothing holds any more."""
-    raise NotImplementedError("this function of torch is gone")
-
-
-def _is_defined_in(function: Any, module: ModuleType, name: str) -> bool:
-    code = getattr(function, "__code__", None)
-    return (
-        code is not None
-        and code.co_name == name
-        and not code.co_freevars
-        and function.__globals__ is vars(module)
-    )
-
-
-def _surviving(module: ModuleType, name: str) -> Any:
-    for candidate in gc.get_referrers(vars(module)):
-        if isinstance(candidate, FunctionType) and _is_defined_in(candidate, module, name):
-            return candidate
-    return None
-
-
-#: Keyword arguments of ``torch.utils.checkpoint.checkpoint`` itself, with the
-#: default of each; everything else goes to the checkpointed function.
-#: ``early_stop`` came with torch 2.9, ``respect_saved_tensors_hooks`` with 2.14.
-CHECKPOINT_KEYWORDS: dict[str, Any] = {
-    name: parameter.default
-    for name, parameter in inspect.signature(
-        torchs_own(torch_checkpoint, "checkpoint")
-    ).parameters.items()
-    if parameter.kind is inspect.Parameter.KEYWORD_ONLY
-}
-CHECKPOINT_KEYWORDS.setdefault("preserve_rng_state", True)
-
-
-#: The function that runs a region, however ``checkpoint`` was called.  From torch 2.14
-#: on that is ``_checkpoint_impl(function, args, kwargs, *, ...)``, to which the curried
-#: form ``checkpoint(use_reentrant=False)(function)`` goes directly.
-checkpoint_takes_tuples = hasattr(torch_checkpoint, "_checkpoint_impl")
-checkpoint_function = torchs_own(
-    torch_checkpoint, "_checkpoint_impl" if checkpoint_takes_tuples else "checkpoint"
-)
-#: What ``determinism_check`` may be.
-DETERMINISM_CHECKS: tuple[str, ...] = tuple(
-    getattr(torch_checkpoint, "_allowed_determinism_checks_to_fns", ("default", "none"))
-)
-
-#: The dispatch modes by which ``torch.utils.checkpoint`` carries out a
-#: selective policy: (forward, recompute).
-selective_checkpoint_modes = (
-    torch_checkpoint._CachingTorchDispatchMode,
-    torch_checkpoint._CachedTorchDispatchMode,
-)
-
-#: Operations that a selective policy is not asked about.
-sac_ignored_operations = torch_checkpoint.SAC_IGNORED_OPS
-
-
-def sac_context(is_recompute: bool, output: Any) -> Any:
-    """What a policy is told about a call; torch itself gives ``op_output`` from 2.10 on."""
-    context = torch_checkpoint.SelectiveCheckpointContext(is_recompute=is_recompute)
-    context.op_output = output
-    return context
-
-
-def cache_earlier_output(
-    mode_reference: Any, operation: Any, index: int, output: torch.Tensor
-) -> bool:
-    """Let a selective region take ``output`` for the ``index``-th call of an operation that
-    it was to recompute.  False where this torch or this region cannot (before 2.10 the
-    mode keeps no such table; from 2.14 a region may hand what it keeps to the user's hooks).
-    """
-    mode = mode_reference()
-    placed = getattr(mode, "storage", {}).get(operation)
-    recomputed = getattr(torch_checkpoint, "_RECOMPUTE", None)
-    if not isinstance(placed, dict) or recomputed is None:
-        return False
-    if placed.get(index) is not recomputed or getattr(mode, "respect_saved_tensors_hooks", False):
-        return False
-    placed[index] = torch_checkpoint._VersionWrapper(output)
-    return True
 
 
 @functools.cache
@@ -429,105 +345,6 @@ class set_grad_enabled_silently:
             torch._C._set_grad_enabled(self.before)
 
 
-@contextmanager
-def fake_conversion_allowed(mode: Any) -> Iterator[None]:
-    """Let operations on fake tensors meet real ones (parameters in a closure)."""
-    before = mode.allow_non_fake_inputs
-    mode.allow_non_fake_inputs = True
-    try:
-        yield
-    finally:
-        mode.allow_non_fake_inputs = before
-
-
-@contextmanager
-def unbacked_symbols_bound(mode: Any) -> Iterator[None]:
-    """Data-dependent sizes made inside are bound by the nodes of the trace inside;
-    the tracer around must not look for them among the outputs of its own nodes."""
-    shape_env = getattr(mode, "shape_env", None)
-    pending = getattr(shape_env, "pending_fresh_unbacked_symbols", None)
-    before = list(pending or ())
-    yield
-    if pending is not None:
-        pending[:] = before
-
-
-class SymbolicValues:
-    """What a tracer knows of symbolic sizes, kept while it records elsewhere.
-
-    A tracer caches the node of each symbolic expression, lazily: the node of
-    ``x.shape[0]`` is made on first use, in whichever graph is being recorded.
-    A node made while a body is recorded must not serve the enclosing graph, so
-    the caches go back to their state before the body; only values that the
-    body itself brought into being (unbacked symbols) stay.
-    """
-
-    def __init__(self, tracer: Any) -> None:
-        self._tracer = tracer
-        entries = tracer.symnode_tracker.sym_node_dict
-        self._entries = dict(entries)
-        self._expressions = dict(getattr(tracer, "sympy_expr_tracker", ()))
-        self._pending = [
-            (thunk, thunk.f) for thunk in entries.values() if getattr(thunk, "f", None) is not None
-        ]
-
-    def restore(self) -> None:
-        entries = self._tracer.symnode_tracker.sym_node_dict
-        born_inside = {
-            key: value
-            for key, value in entries.items()
-            if key not in self._entries and _is_unbacked(key)
-        }
-        entries.clear()
-        entries.update(self._entries)
-        entries.update(born_inside)
-        if hasattr(self._tracer, "sympy_expr_tracker"):
-            kept = {
-                symbol: value
-                for symbol, value in self._tracer.sympy_expr_tracker.items()
-                if symbol in self._expressions or _has_unbacked_symbols(symbol)
-            }
-            self._tracer.sympy_expr_tracker.clear()
-            self._tracer.sympy_expr_tracker.update(kept)
-            self._tracer.sympy_expr_tracker.update(self._expressions)
-        for thunk, pending in self._pending:
-            if thunk.f is None:
-                thunk.f, thunk.r = pending, None
-
-
-def is_data_dependence(error: Exception) -> bool:
-    """Whether torch says that tracing stopped at the value of a tensor."""
-    # Imported late: it brings sympy, which costs more than all of hops.
-    from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
-
-    if isinstance(error, (GuardOnDataDependentSymNode, *_DATA_DEPENDENT_EXCEPTIONS)):
-        return True
-    return any(message in str(error) for message in _DATA_DEPENDENCE)
-
-
-_DATA_DEPENDENT_EXCEPTIONS = (DataDependentOutputException, DynamicOutputShapeException)
-
-#: An item of a real tensor; numpy() and the memory of a fake one.
-_DATA_DEPENDENCE = (
-    "trying to get a value out of symbolic",
-    "trying to get value out of a tracing tensor",
-    "is not supported for tensor subclasses",
-    "Cannot access data pointer of Tensor",
-)
-
-
-def _is_unbacked(sym_node: Any) -> bool:
-    expression = getattr(sym_node, "expr", None)
-    return expression is not None and _has_unbacked_symbols(expression)
-
-
-def _has_unbacked_symbols(expression: Any) -> bool:
-    # Imported late: it brings sympy, which costs more than all of hops.
-    from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
-
-    return bool(free_unbacked_symbols(expression))
-
-
 def functions_with_effects() -> set[Any]:
     """The functions that fx never takes for dead code."""
     return fx_node._side_effectful_functions
@@ -539,15 +356,6 @@ def transform_functions() -> list[Any]:
     predispatch = getattr(torch._functorch, "predispatch", None)
     names = ("_vmap_increment_nesting", "_vmap_decrement_nesting", "lazy_load_decompositions")
     return [getattr(predispatch, name) for name in names if hasattr(predispatch, name)]
-
-
-def statically_known_true(condition: Any) -> bool:
-    """``symbolic_shapes.statically_known_true``, whose module is too heavy to import early."""
-    if isinstance(condition, bool):
-        return condition
-    from torch.fx.experimental import symbolic_shapes
-
-    return symbolic_shapes.statically_known_true(condition)
 
 
 def graph_capture_for_export() -> Any:
