@@ -31,6 +31,7 @@ from hops._torch import (
     unbacked_symbols_bound,
 )
 from hops.autograd_function_apply import CallForm, node_options
+from hops.errors import CaptureError
 from hops.tag_activation_checkpoint import CONTEXT_FN
 
 
@@ -58,11 +59,8 @@ def autograd_function_apply(mode: Any, fwd: Any, bwd: Any, *operands: Any, **opt
     gradients = [torch.ones_like(v) for v in outputs if isinstance(v, torch.Tensor)]
     for key, body in [("bwd", bwd), *_other_backwards(options)]:
         with autocast_disabled():
-            bodies[key] = _retrace(
-                _flat_backward(form, body, outputs, len(operands)),
-                (*gradients, *saved),
-                grad_mode=True,
-            )
+            backward = _flat_backward(form, body, outputs, len(operands))
+            bodies[key] = _retrace_backward(backward, (*gradients, *saved))
     nodes = {
         key: _register(tracer, "fwd_body_" if key == "fwd" else "bwd_body_", body)
         for key, body in bodies.items()
@@ -186,6 +184,17 @@ def _retrace(body: Callable[..., Any], arguments: Sequence[Any], grad_mode: bool
     drop_grad_switches(traced.graph, recording=grad_mode)
     tidy_body(traced)
     return traced
+
+
+def _retrace_backward(body: Callable[..., Any], arguments: Sequence[Any]) -> fx.GraphModule:
+    """Trace a backward anew: such that it can be differentiated, unless it runs only as eager
+    runs it without ``create_graph`` (it writes with ``out=``, say).  Capture does the same."""
+    try:
+        return _retrace(body, arguments, grad_mode=True)
+    except CaptureError:
+        raise
+    except Exception:
+        return _retrace(body, arguments, grad_mode=False)
 
 
 def _register(tracer: Any, prefix: str, body: fx.GraphModule) -> fx.Node:
