@@ -29,7 +29,7 @@ help:
 	@echo "make test    set up and run the whole test suite"
 	@echo "make parity  the part of it that compares hundreds of cases with eager"
 	@echo "make packages  Functions and models of real packages, compared with eager"
-	@echo "make fuzz    random Functions and trees of regions against eager (still finds failures)"
+	@echo "make fuzz    more random Functions and trees of regions against eager than the suite has"
 	@echo "make lint    ruff check, ruff format --check, mypy"
 	@echo "make format  let ruff rewrite the source"
 	@echo "make bench   run the benchmarks"

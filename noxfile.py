@@ -9,9 +9,16 @@ from __future__ import annotations
 
 import os
 import shutil
+import subprocess
+import sys
+import tempfile
+import time
 from pathlib import Path
 
 import nox
+
+sys.path.insert(0, str(Path(__file__).parent / "tests"))
+import suite_summary  # noqa: E402
 
 nox.needs_version = ">=2025.2.9"
 nox.options.default_venv_backend = "venv"
@@ -29,6 +36,9 @@ TORCH_VERSIONS = (
     "2.15.0",
 )
 
+# Hops catches user code by what Python looks up and calls; see `nox -s python-3.12`.
+PYTHON_VERSIONS = ("3.10", "3.11", "3.12", "3.13")
+
 # The version that `make test` uses. It is installed with the user's own pip configuration, which
 # may point at a CPU build of it.
 DEFAULT_TORCH_VERSION = "2.13.0"
@@ -42,14 +52,14 @@ PARALLEL = ["-n", "2", "--dist", "loadgroup"]
 
 # tests/parity/expected_differences.py lists what torch 2.13.0 cannot do; the lists of the other
 # versions are not complete.
-OTHER_VERSIONS_LEAVE_OUT = ["--ignore=tests/parity"]
+WITHOUT_PARITY = ["--ignore=tests/parity"]
 
 nox.options.sessions = [f"tests-{DEFAULT_TORCH_VERSION}"]
 
 remove_environments = bool(os.environ.get("CI"))
 
 
-def run_suite(session: nox.Session, torch_version: str) -> None:
+def run_suite(session: nox.Session, torch_version: str, *options: str) -> None:
     """Install torch ``torch_version`` and this package, run pytest with the session's arguments."""
     environment = Path(session.virtualenv.location)
     pip_env = {} if torch_version == DEFAULT_TORCH_VERSION else NO_PIP_CONFIGURATION
@@ -72,7 +82,7 @@ def run_suite(session: nox.Session, torch_version: str) -> None:
             "-m",
             "pytest",
             *PARALLEL,
-            *([] if torch_version == DEFAULT_TORCH_VERSION else OTHER_VERSIONS_LEAVE_OUT),
+            *options,
             *session.posargs,
             env={
                 "OMP_NUM_THREADS": "1",
@@ -87,7 +97,8 @@ def run_suite(session: nox.Session, torch_version: str) -> None:
 def add_session(torch_version: str) -> None:
     @nox.session(name=f"tests-{torch_version}")
     def tests(session: nox.Session) -> None:
-        run_suite(session, torch_version)
+        is_default = torch_version == DEFAULT_TORCH_VERSION
+        run_suite(session, torch_version, *(() if is_default else WITHOUT_PARITY))
 
     tests.__doc__ = f"Run the suite on torch {torch_version}."
 
@@ -96,10 +107,40 @@ for version in TORCH_VERSIONS:
     add_session(version)
 
 
+def add_python_session(python: str) -> None:
+    @nox.session(name=f"python-{python}", python=python)
+    def tests(session: nox.Session) -> None:
+        run_suite(session, DEFAULT_TORCH_VERSION, *WITHOUT_PARITY)
+
+    tests.__doc__ = (
+        f"Run the suite but tests/parity on Python {python}, torch {DEFAULT_TORCH_VERSION}."
+    )
+
+
+for python in PYTHON_VERSIONS:
+    add_python_session(python)
+
+
 @nox.session(venv_backend="none")
 def matrix(session: nox.Session) -> None:
-    """Run the suite on every supported torch, one after the other, deleting each environment."""
-    global remove_environments
-    remove_environments = True
-    for version in TORCH_VERSIONS:
-        session.notify(f"tests-{version}", session.posargs)
+    """Run the suite on every supported torch in turn, then print one table of the outcomes."""
+    outcomes = []
+    with tempfile.TemporaryDirectory() as directory:
+        for version in TORCH_VERSIONS:
+            report = Path(directory) / f"{version}.xml"
+            status, seconds = run_alone(
+                f"tests-{version}", f"--junitxml={report}", *session.posargs
+            )
+            outcomes.append(suite_summary.outcome(version, status, seconds, report))
+    print(suite_summary.table(outcomes))
+    failed = [o.version for o in outcomes if not o.good]
+    if failed:
+        session.error(f"the suite failed on torch {', '.join(failed)}")
+
+
+def run_alone(name: str, *posargs: str) -> tuple[int, float]:
+    """Run one session in a nox of its own, which deletes its environment whatever happens."""
+    began = time.monotonic()
+    command = [sys.executable, "-m", "nox", "-s", name, "--", *posargs]
+    status = subprocess.call(command, env={**os.environ, "CI": "1"})
+    return status, time.monotonic() - began

@@ -16,11 +16,13 @@ from typing import Any
 import torch
 from torch import fx
 from torch.autograd.function import once_differentiable
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from dispatch_rules.selective_checkpoint import passing_other_operators
 from hops import autograd_function_apply as function_operator
 from hops import tag_activation_checkpoint as checkpoint_operator
 from hops._decompose import is_kept
-from hops._policy import policy_of
+from hops._policy import OPAQUE, policy_of, region_name
 from hops._prepared import PreparedForm, prepared_form
 from hops._torch import (
     CHECKPOINT_KEYWORDS,
@@ -263,11 +265,9 @@ def tag_activation_checkpoint(body: Any, *operands: Any, **options: Any) -> Any:
     if is_kept(operator) and compiler_is_tracing():
         with below_autograd():
             return operator(body, *operands, **options)
-    selective = policy_of(body, options)
     if compiler_is_tracing():
-        if selective is None:
-            return tag_for_partitioner(body, None, *operands, **options)
-        return tag_for_partitioner(selective.body, selective.context_fn, *operands, **options)
+        return _tagged(body, operands, options)
+    selective = policy_of(body, options)
     if not records_gradient(body, operands):
         return run_body(body, operands)
     known = {k: v for k, v in options.items() if k in CHECKPOINT_KEYWORDS}
@@ -277,6 +277,29 @@ def tag_activation_checkpoint(body: Any, *operands: Any, **options: Any) -> Any:
         known["context_fn"] = selective.context_fn
     region = _Region(body, operands, bool(options.get("use_reentrant")))
     return torch_checkpoint.checkpoint(region, *region.arguments(operands), **known)
+
+
+def _tagged(body: Any, operands: tuple[Any, ...], options: dict[str, Any]) -> Any:
+    """Run a region once, for a graph in which the partitioner finds what to recompute."""
+    if not torch.is_grad_enabled():
+        return run_body(body, operands)
+    selective = policy_of(body, options)
+    if selective is not None and OPAQUE in options.get("policy", ()):
+        _refuse_other_contexts(body, selective.context_fn())
+    with passing_other_operators():
+        if selective is None:
+            return tag_for_partitioner(body, None, *operands, **options)
+        return tag_for_partitioner(selective.body, selective.context_fn, *operands, **options)
+
+
+def _refuse_other_contexts(body: Any, contexts: Any) -> None:
+    if not all(isinstance(c, TorchDispatchMode) for c in contexts):
+        raise ReplayError(
+            f"hops: {region_name(body)} has a context_fn that gives "
+            f"{type(contexts[0]).__name__}, by which a compiler cannot tell what to recompute. "
+            "Run the captured program without compiling it, or give the policy by "
+            "torch.utils.checkpoint.create_selective_checkpoint_contexts."
+        )
 
 
 class _Region:

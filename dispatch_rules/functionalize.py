@@ -14,6 +14,7 @@ from typing import Any
 from hops import autograd_function_apply as function_operator
 from hops import tag_activation_checkpoint as checkpoint_operator
 from hops._mutation import mutated_operands
+from hops._policy import region_name
 from hops._torch import FUNCTIONALIZE
 from hops.errors import CaptureError
 
@@ -28,7 +29,7 @@ def autograd_function_apply(ctx: Any, fwd: Any, bwd: Any, *operands: Any, **opti
 
 
 def tag_activation_checkpoint(ctx: Any, body: Any, *operands: Any, **options: Any) -> Any:
-    _refuse_mutation("a checkpointed region", body)
+    _refuse_mutation(region_name(body), body)
     with ctx.redispatch_to_next():
         result = checkpoint_operator.tag_activation_checkpoint(
             body, *ctx.unwrap_tensors(operands), **options
@@ -41,7 +42,7 @@ def _refuse_mutation(name: str, body: Any) -> None:
         raise CaptureError(
             f"hops: {name} writes into its operand {position} in place, which cannot be "
             "functionalized before dispatch. Functionalize after dispatch (AOTAutograd, "
-            "ep.run_decompositions), or write the result to a new tensor."
+            "ep.run_decompositions without keep), or write the result to a new tensor."
         )
 
 

@@ -18,6 +18,8 @@ from hops import tag_activation_checkpoint as checkpoint_operator
 from hops._aliases import has_storage
 from hops._body import drop_grad_switches, tidy_body
 from hops._capture_checkpoint import capture_body
+from hops._decompose import is_kept
+from hops._mutation import mutated_operands, writes
 from hops._policy_record import carry_policy, numbered, record_policy
 from hops._subgraph import emit
 from hops._torch import (
@@ -25,6 +27,7 @@ from hops._torch import (
     ProxyTorchDispatchMode,
     autocast_disabled,
     detect_fake_mode,
+    dispatch_functionalize,
     functorch_is_active,
     reenter_make_fx,
     set_grad_enabled_silently,
@@ -61,17 +64,23 @@ def autograd_function_apply(mode: Any, fwd: Any, bwd: Any, *operands: Any, **opt
         with autocast_disabled():
             backward = _flat_backward(form, body, outputs, len(operands))
             bodies[key] = _retrace_backward(backward, (*gradients, *saved))
+    if is_kept(function_operator.autograd_function_apply):
+        for key, traced in bodies.items():
+            if key != "fwd":
+                _refuse_writes_into_saved(form.name, traced, len(gradients))
+            values = operands if key == "fwd" else (*gradients, *saved)
+            bodies[key] = _functional(traced, values, grad_mode=key != "fwd")
     nodes = {
         key: _register(tracer, "fwd_body_" if key == "fwd" else "bwd_body_", body)
         for key, body in bodies.items()
     }
     arguments = (nodes.pop("fwd"), nodes.pop("bwd"), *map(_argument(tracer), actual))
-    kept = {k: v for k, v in options.items() if k != "args_tensor_mask"}
+    others = {k: v for k, v in options.items() if k != "args_tensor_mask"}
     keywords = {
         "name": form.name,
         "num_outputs": num_outputs,
         "num_inputs": form.num_inputs,
-        **kept,
+        **others,
         **nodes,
     }
     visible = result if isinstance(result, tuple) else (result,)
@@ -160,6 +169,8 @@ def tag_activation_checkpoint(mode: Any, body: Any, *operands: Any, **options: A
     tracer = mode.tracer
     read = numbered(body, options, operands)
     traced = _retrace(lambda *v: function_operator.run_body(read, v), operands, grad_mode=True)
+    if is_kept(checkpoint_operator.tag_activation_checkpoint):
+        traced = _functional(traced, operands, grad_mode=True)
     if "policy" in options:
         options = carry_policy(body, options, traced, operands)
     elif CONTEXT_FN in body.meta:
@@ -195,6 +206,33 @@ def _retrace_backward(body: Callable[..., Any], arguments: Sequence[Any]) -> fx.
         raise
     except Exception:
         return _retrace(body, arguments, grad_mode=False)
+
+
+def _functional(
+    traced: fx.GraphModule, arguments: Sequence[Any], grad_mode: bool
+) -> fx.GraphModule:
+    """A body that writes to new tensors what it wrote in place: a decomposed program must."""
+    if not writes(traced):
+        return traced
+
+    def body(*values: Any) -> Any:
+        return function_operator.run_body(traced, values)
+
+    functional = dispatch_functionalize(body)
+    if grad_mode:
+        return _retrace_backward(functional, arguments)
+    return _retrace(functional, arguments, grad_mode)
+
+
+def _refuse_writes_into_saved(name: str, body: fx.GraphModule, num_gradients: int) -> None:
+    """A functional backward has no place for the new value of what its forward saved."""
+    for position in mutated_operands(body):
+        if position >= num_gradients:
+            raise CaptureError(
+                f"hops: the backward of {name} writes into a tensor that its forward saved or that "
+                "is a buffer, which has no place in a decomposed program. Write the result to a "
+                "new tensor, or do not keep autograd_function_apply."
+            )
 
 
 def _register(tracer: Any, prefix: str, body: fx.GraphModule) -> fx.Node:

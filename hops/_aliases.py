@@ -23,7 +23,13 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from hops._subgraph import track
-from hops._torch import FakeTensor, is_transformed, statically_known_true, without_torch_functions
+from hops._torch import (
+    FakeTensor,
+    disable_proxy_modes_tracing,
+    is_transformed,
+    statically_known_true,
+    without_torch_functions,
+)
 
 
 @dataclass(frozen=True)
@@ -84,6 +90,11 @@ class KnownTensors(WeakTensorKeyDictionary):
         finally:
             self._bodies.remove(body)
 
+    def note_constant(self, tensor: torch.Tensor) -> None:
+        for body in self._bodies:
+            body.reading(tensor)
+        self.note(tensor, tensor)
+
     def note(self, tensor: torch.Tensor, source: Any) -> None:
         view = _View.of(tensor, source)
         self._views.setdefault(view.storage.cdata, []).append(view)
@@ -112,8 +123,39 @@ class Replaced:
         self._known = known
         self._graph = graph
         self._before: dict[int, tuple[torch.Tensor, Any]] = {}
+        self._constants: list[torch.Tensor] = []
+
+    def reading(self, constant: torch.Tensor) -> None:
+        """A tensor that no node stands for yet, a buffer say, is about to be used."""
+        if not constant.requires_grad:
+            self._constants.append(constant)
+
+    def forget_gradients(self, without: fx.Graph) -> None:
+        """Take away what a backward, traced with gradients, did to tensors that have none.
+
+        A buffer that it writes a gradient into would require grad from now on: in the rest of
+        the trace, and in the user's model.  Eager runs the backward in no-grad mode.
+
+        Args:
+            without: the graph of the forward, which was recorded in no-grad mode.
+        """
+        written = [
+            tensor
+            for tensor, slot in self._before.values()
+            if slot.proxy.node.graph is without or slot.proxy.node.op in ("placeholder", "get_attr")
+        ]
+        for tensor in (*written, *self._constants):
+            if tensor.grad_fn is not None and not tensor._is_view():
+                with disable_proxy_modes_tracing(), without_torch_functions():
+                    tensor.detach_()
 
     def replacing(self, tensor: torch.Tensor, slot: Any) -> None:
+        self._note(tensor, slot)
+        if tensor.requires_grad and tensor._is_view():
+            # A write through a view changes its base.
+            self._note(tensor._base, self._known.get(tensor._base))
+
+    def _note(self, tensor: Any, slot: Any) -> None:
         if slot is not None and slot.proxy.node.graph is not self._graph:
             self._before.setdefault(id(tensor), (tensor, slot))
 
@@ -141,11 +183,11 @@ def knowing_aliases(tracer: Any, create_arg: Callable[[Any], Any]) -> Callable[[
             return create_arg(value)
         # Outside of autograd a real tensor that is not known is a constant of the user's.
         if not isinstance(value, FakeTensor) and torch._C._current_graph_task_id() == -1:
-            known.note(value, value)
+            known.note_constant(value)
             return create_arg(value)
         source, layout = known.find(value)
         if source is None:
-            known.note(value, value)
+            known.note_constant(value)
             return create_arg(value)
         if layout is None:
             return create_arg(source)

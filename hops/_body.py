@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from hops._mutation import mutated_operands
 from hops._torch import (
     detect_fake_mode,
     disable_proxy_modes_tracing,
@@ -67,10 +68,14 @@ class BodyGraph(fx.Graph):
     """The graph of a body: what eager would notice is not dead code.
 
     torch.export removes dead code from the graphs of bodies by a rule of its own
-    for them, by which random numbers that nothing uses are not drawn.
+    for them, by which random numbers that nothing uses are not drawn.  Where a body writes
+    into a buffer nothing is dead: recompute ends at the last tensor that was saved for
+    backward, used or not, and so a buffer is updated once more or not.
     """
 
     def eliminate_dead_code(self, is_impure_node: Callable[[fx.Node], bool] | None = None) -> bool:
+        if self.owning_module is not None and mutated_operands(self.owning_module):
+            return False
         return super().eliminate_dead_code(is_impure_node or fx.Node.is_impure)
 
 

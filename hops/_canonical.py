@@ -46,7 +46,13 @@ def canonicalize(graph_module: fx.GraphModule) -> fx.GraphModule:
 
     Raises:
         OperatorCallError: a call that no torch writes; names its node.
+        TypeError: something else than a GraphModule.
     """
+    if not isinstance(graph_module, fx.GraphModule):
+        raise TypeError(
+            f"hops.canonicalize: expected a GraphModule, got {type(graph_module).__name__}; of an "
+            "exported program give its graph_module"
+        )
     module = _copied(graph_module)
     bodies = {
         str(node.target): canonicalize(getattr(module, str(node.target)))
@@ -70,9 +76,17 @@ def _copied(module: fx.GraphModule) -> fx.GraphModule:
     result = graph.graph_copy(module.graph, values)
     output = graph.output(result)
     output.meta = copy.copy(module.graph.find_nodes(op="output")[0].meta)
-    graph._codegen = copy.deepcopy(module.graph._codegen)
+    # Not a deep copy: what writes the code of a lean capture holds the whole model.
+    graph._codegen = copy.copy(module.graph._codegen)
     copied = fx.GraphModule(module, graph, type(module).__name__)
     copied.meta = dict(module.meta)
+    # A lean capture reaches parameters by functions on itself, not by nodes of its graph.
+    for name, value in vars(module).items():
+        copied.__dict__.setdefault(name, value)
+    for registry in ("_parameters", "_buffers", "_modules"):
+        for name, value in vars(module)[registry].items():
+            if not hasattr(copied, name):
+                vars(copied)[registry][name] = value
     return copied
 
 

@@ -14,7 +14,8 @@ import torch
 from torch import fx
 
 from hops._body import crosses_as_tensor, drop_grad_switches, pack_number
-from hops._refusals import data_dependence_named
+from hops._random_state import own_random_states
+from hops._refusals import running_as_a_graph
 from hops._subgraph import (
     Recording,
     leaf_tensors,
@@ -154,6 +155,8 @@ class BackwardCapture:
                 returned = self._run(backward, ctx, gradients, watch)
                 outputs = [node_of(g, self.tracer) for g in self._checked(returned)]
             finally:
+                if grad_mode:
+                    replaced.forget_gradients(self.call.forward.graph)
                 replaced.restore()
         drop_grad_switches(body.graph, recording=grad_mode)
         if ctx.read_needs_input_grad:
@@ -162,7 +165,7 @@ class BackwardCapture:
 
     def _run(self, backward: Callable[..., Any], ctx: Any, gradients: list[Any], watch: Any) -> Any:
         try:
-            with data_dependence_named(f"{self.call.name}.backward"):
+            with running_as_a_graph(f"{self.call.name}.backward"):
                 returned = backward(ctx, *gradients)
         except (CaptureError, KeyboardInterrupt, MemoryError, torch.OutOfMemoryError):
             watch.undo()
@@ -333,8 +336,14 @@ def _random_state_kept(values: list[Any]) -> Iterator[None]:
     if any(isinstance(v, FakeTensor) for v in values):
         yield
         return
-    with torch.random.fork_rng(devices=_devices(values)):
+    with own_random_states():
+        states = torch.random.fork_rng(devices=_devices(values))
+        states.__enter__()
+    try:
         yield
+    finally:
+        with own_random_states():
+            states.__exit__(None, None, None)
 
 
 def _devices(values: list[Any]) -> list[torch.device]:

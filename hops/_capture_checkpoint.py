@@ -21,7 +21,7 @@ from torch import fx
 from hops._assigned_buffers import AssignedBuffers
 from hops._effects import Watch
 from hops._policy_record import carry_policy, numbered, record_policy
-from hops._refusals import data_dependence_named
+from hops._refusals import running_as_a_graph
 from hops._subgraph import ClosedBody, Recording, add_output, close_body, emit, node_of, owner_of
 from hops._torch import (
     CHECKPOINT_KEYWORDS,
@@ -100,7 +100,7 @@ def _capture_region(
     watch = Watch(name, [function], (*args, *kwargs.values()))
 
     def run() -> Any:
-        with data_dependence_named(name):
+        with running_as_a_graph(name):
             result = function(*args, **kwargs)
         watch.report()
         return result

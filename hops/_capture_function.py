@@ -27,7 +27,7 @@ from hops._body import drop_grad_switches
 from hops._capture_backward import BackwardCapture
 from hops._context import RecordedContext
 from hops._effects import Watch
-from hops._refusals import data_dependence_named
+from hops._refusals import refuse_saved_tensors_hooks, running_as_a_graph
 from hops._subgraph import (
     ClosedBody,
     Recording,
@@ -175,10 +175,11 @@ class _Capture:
         for leaf in self._leaves(self.tensor_args):
             self.forward.add_operand(node_of(leaf, self.tracer))
             self.num_inputs += 1
+        refuse_saved_tensors_hooks(self.forward)
         with self.tracer.tensor_tracker.recording(self.forward.graph) as replaced:
             watch = self.watch("forward", self._user_forward(), self.args)
             with self.forward.active(), AssignedBuffers() as assigned:
-                with data_dependence_named(self.name):
+                with running_as_a_graph(self.name):
                     returned = forward()
                 watch.report()
                 slots = list(returned) if isinstance(returned, tuple) else [returned]

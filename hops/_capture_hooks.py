@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from hops import _capture_checkpoint, _capture_function
-from hops._random_refusals import MindedGenerator
+from hops._random_state import hook_random_states
 from hops._refusals import refusing_to_accumulate
 from hops._threads import captures_on_this_thread
 from hops._torch import CHECKPOINT_KEYWORDS, checkpoint_function, checkpoint_takes_tuples
@@ -25,8 +25,8 @@ class capture_hooks:
     - ``FunctionMeta.__getattribute__``: see [Note: where a Function is caught].
     - ``torch.autograd._engine_run_backward``: a call of ``backward()`` in captured
       code adds to the ``grad`` of parameters, which no graph holds.
-    - ``torch.random.default_generator``, the name in that module: a graph does not hold
-      that its state is set.
+    - the code objects of the functions that read and set random states: see
+      [Note: states and places].
     - the code object of the function that ``torch.utils.checkpoint.checkpoint`` ends in: see
       [Note: where a checkpoint is caught].
 
@@ -63,7 +63,7 @@ def _hook_all() -> None:
     if "checkpoint" not in native_hooks:
         _hook_checkpoint()
     _hook_engine()
-    _hook_generator()
+    _unhook.append(hook_random_states())
 
 
 def _unhook_all() -> None:
@@ -113,12 +113,6 @@ def _hook_engine() -> None:
     before = _autograd._engine_run_backward
     _autograd._engine_run_backward = refusing_to_accumulate(before)
     _unhook.append(lambda: setattr(_autograd, "_engine_run_backward", before))
-
-
-def _hook_generator() -> None:
-    before = torch.random.default_generator
-    torch.random.default_generator = MindedGenerator(before)  # type: ignore[assignment]
-    _unhook.append(lambda: setattr(torch.random, "default_generator", before))
 
 
 def _hook_checkpoint() -> None:

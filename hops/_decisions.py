@@ -114,6 +114,8 @@ class Recorder(TorchDispatchMode):
         decision = self._policy(sac_context(False, output), func, *args, **kwargs)
         if isinstance(decision, bool):
             decision = CheckpointPolicy.MUST_SAVE if decision else DEFAULT
+        elif not isinstance(decision, CheckpointPolicy):
+            decision = DEFAULT  # None, say; torch saves what a policy says to save, and no more
         taken = self.taken[self.node]
         self._places.setdefault(func, []).append((self.node, len(taken)))
         taken.append((str(func), decision))

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch.export import ExportedProgram
 
+from hops._gradient_stops import detach_marked, gradient_stops_marked
 from hops._torch import stock_autograd_function_apply, stock_tag_activation_checkpoint
 
 _KNOWN = {
@@ -52,6 +53,10 @@ def run_decompositions(
 
     Raises:
         ValueError: ``keep`` holds something else.
+        CaptureError: a kept operator writes into a tensor that is not its own.
+
+    Warns:
+        HopsWarning: what stops a gradient is inside another operator's body, and lost.
     """
     operators = frozenset(keep)
     for operator in operators:
@@ -60,5 +65,9 @@ def run_decompositions(
                 f"hops.run_decompositions: keep holds {operator!r}; it can keep "
                 + " and ".join(f"torch.ops.higher_order.{name}" for name in _KNOWN)
             )
-    with _keeping(operators):
+    if not operators:
         return ep.run_decompositions(decomp_table)
+    with _keeping(operators), gradient_stops_marked(ep) as marked:
+        decomposed = ep.run_decompositions(decomp_table)
+    detach_marked(decomposed, marked)
+    return decomposed

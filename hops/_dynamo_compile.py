@@ -8,6 +8,8 @@ reads a call, and what is done then:
   gradient: stock's backward takes a gradient for every output for granted.
   The call is captured by running it (:mod:`hops._dynamo_functions`), which
   gives a backward for each set of absent gradients.
+- one tensor for several inputs: some torch (2.12) writes one operand for all of them, which
+  gets the gradient of the last.  Captured by running, too.
 - an internal error of stock's, such as the one on a lone output that is marked
   non-differentiable: captured by running, too.
 - a transform of ``torch.func`` around the call, before torch 2.15: stock takes
@@ -27,6 +29,7 @@ from __future__ import annotations
 
 import copy
 import functools
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -110,6 +113,9 @@ class _CompiledCall:
             if reading.has_side_effects:
                 self._break_graph(f"{reason} and changes Python objects in forward")
             return self._by_running(reason)
+        if start.merged(self.args):
+            start.go_back()
+            return self._by_running("is given one tensor for several inputs")
         if reading.reads_layout and self._layout_matters(start):
             reason = (
                 "has a backward that does different things for gradients of different memory "
@@ -234,13 +240,30 @@ class _Start:
         for forward in self._bodies()[:1]:
             forward.meta[FUNCTION_NAME] = function_name(function)
 
+    def merged(self, args: Any) -> bool:
+        """Whether the call that was written since takes a tensor less often than it was given."""
+        given = Counter(
+            id(_example(v))
+            for v in (a.realize() for a in args)
+            if isinstance(v, TensorVariable) and v.requires_grad
+        )
+        call = self._call()
+        operands = () if call is None else call.args[2:]
+        taken = Counter(id(o.meta.get("example_value")) for o in operands if isinstance(o, fx.Node))
+        return any(0 < taken[tensor] < times for tensor, times in given.items())
+
     def _bodies(self) -> list[fx.GraphModule]:
+        call = self._call()
+        bodies: Any = () if call is None else call.args[:2]
+        return [self.output.nn_modules[body.target] for body in bodies]
+
+    def _call(self) -> fx.Node | None:
         for node in reversed(self.graph.nodes):
             if node in self.nodes:
                 break
             if node.target is stock_autograd_function_apply:
-                return [self.output.nn_modules[body.target] for body in node.args[:2]]
-        return []
+                return node
+        return None
 
 
 def _names(graph: fx.Graph) -> dict[str, Any]:

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch import fx
 from torch._dispatch.python import enable_python_dispatcher
 from torch._dynamo import trace_rules
+from torch._dynamo.exc import Unsupported
 from torch._dynamo.output_graph import OutputGraph
+from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._dynamo.variables.builder import wrap_fx_proxy
 from torch._dynamo.variables.higher_order_ops import (
     CheckpointHigherOrderVariable,
@@ -29,12 +32,16 @@ from hops._dynamo_errors import naming
 from hops._dynamo_functions import capture_by_running, installed_name
 from hops._dynamo_policies import known_context_fn
 from hops._dynamo_regions import MARKS, fold_regions, trace_region
+from hops._policy import region_name
 from hops._torch import (
     functions_with_effects,
+    is_data_dependence,
     stock_autograd_function_apply,
     stock_tag_activation_checkpoint,
     torch_checkpoint,
+    unbacked_symbols_bound,
 )
+from hops._whole_capture import whole_capture_is_active
 
 #: Where Dynamo's graph keeps its copies of captured bodies, by the ids of those.
 _COPIES = "_hops_copies"
@@ -48,7 +55,7 @@ class CapturedFunctionVariable(TorchHigherOrderOperatorVariable):
     """
 
     _HOP_NAME = "autograd_function_apply"
-    _ALLOW_FALLBACK_TO_EAGER = False
+    _ALLOW_FALLBACK_TO_EAGER = True
 
     def call_function(self, tx: Any, args: Any, kwargs: Any) -> Any:
         return _call_captured(tx, self.value, list(args), dict(kwargs))
@@ -84,7 +91,7 @@ def _graph_module(tx: Any, variable: Any) -> fx.GraphModule | None:
 def _call_captured(tx: Any, operator: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
     arguments = [_as_proxy_and_value(tx, a) for a in args]
     keywords = {k: _as_proxy_and_value(tx, v) for k, v in kwargs.items()}
-    with enable_python_dispatcher(), tx.output.fake_mode:
+    with _leaving_data_dependence(arguments[0][1], kwargs, tx.output.fake_mode):
         example = operator(
             *[value for _, value in arguments], **{k: v for k, (_, v) in keywords.items()}
         )
@@ -95,6 +102,29 @@ def _call_captured(tx: Any, operator: Any, args: list[Any], kwargs: dict[str, An
         kwargs={k: p for k, (p, _) in keywords.items()},
     )
     return wrap_fx_proxy(tx=tx, proxy=proxy, example_value=example)
+
+
+@contextmanager
+def _leaving_data_dependence(body: Any, keywords: dict[str, Any], mode: Any) -> Iterator[None]:
+    """Run a body on fake tensors; one that makes sizes out of the values of tensors leaves the
+    graph, unless Dynamo is set to capture these and need not check them."""
+    checks = getattr(mode.shape_env, "deferred_runtime_asserts", {})
+    before = set(checks)
+    try:
+        with enable_python_dispatcher(), mode, unbacked_symbols_bound(mode):
+            yield
+        error = None
+    except Exception as raised:
+        if not is_data_dependence(raised):
+            raise
+        error = raised
+    if error is not None or checks.keys() - before:
+        name = keywords["name"].as_python_constant() if "name" in keywords else region_name(body)
+        raise Unsupported(
+            f"hops: {name} has sizes that depend on the values of its tensors, which this "
+            f"compilation does not capture ({error or 'they are checked'}). It leaves the graph "
+            "and runs as it is."
+        ) from error
 
 
 def _as_proxy_and_value(tx: Any, variable: Any) -> tuple[Any, Any]:
@@ -162,6 +192,24 @@ def call_user_compiler(stock: Callable[..., Any]) -> Callable[..., Any]:
     return call_user_compiler
 
 
+def reading_checkpoint_sequential(stock: Callable[[str], bool]) -> Callable[[str], bool]:
+    """``trace_rules.is_torch_inline_allowed``, which also lets an export read what
+    ``torch.utils.checkpoint`` defines; ``torch.compile`` leaves that out of the graph."""
+
+    @functools.wraps(stock)
+    def is_torch_inline_allowed(filename: str) -> bool:
+        if stock(filename):
+            return True
+        return filename == torch_checkpoint.__file__ and _is_export()
+
+    return is_torch_inline_allowed
+
+
+def _is_export() -> bool:
+    output = InstructionTranslator.current_tx().output
+    return bool(output.export) or whole_capture_is_active()
+
+
 def patch(changes: Changes) -> None:
     changes.attribute(
         TorchHigherOrderOperatorVariable,
@@ -173,4 +221,4 @@ def patch(changes: Changes) -> None:
     changes.members(functions_with_effects(), MARKS)
     _dynamo_compile.patch(changes)
     _dynamo_classes.patch(changes)
-    changes.members(trace_rules.get_mod_inlinelist(), {torch_checkpoint.__file__})
+    changes.attribute(trace_rules, "is_torch_inline_allowed", reading_checkpoint_sequential)

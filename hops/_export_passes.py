@@ -12,8 +12,9 @@ puts the others back.  On the way it
   that lie in other bodies;
 - makes a new module of each body that has a switch in it, without the metadata
   of the old one, and with it goes a selective policy;
-- makes an operator without outputs of a region that dead code elimination has
-  emptied, and then does not let it be saved.
+- makes an operator without outputs of a part that nothing uses a value of (it
+  writes into a buffer, or dead code elimination has emptied it), and then cannot
+  save the program, or not load it.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import functools
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import torch
 from torch import fx
 
 from hops._changes import Changes
@@ -73,8 +75,32 @@ def _keeping_metadata(sequential_split: Callable[..., Any]) -> Callable[..., Any
     return split
 
 
+def _with_an_output(replace: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(replace)
+    def _replace_with_hop_helper(node: fx.Node, *args: Any) -> None:
+        _give_output(getattr(node.graph.owning_module, str(node.target)))
+        replace(node, *args)
+
+    return _replace_with_hop_helper
+
+
+def _give_output(part: fx.GraphModule) -> None:
+    """Let a part that gives out nothing give out its last tensor."""
+    nodes = list(part.graph.nodes)
+    output = nodes.pop() if nodes[-1].op == "output" else None
+    tensors = [n for n in nodes if isinstance(n.meta.get("val"), torch.Tensor)]
+    if not tensors or output is not None and output.args[0] not in (None, (), []):
+        return
+    if output is None:
+        part.graph.output((tensors[-1],))
+    else:
+        output.args = ((tensors[-1],),)
+    part.recompile()
+
+
 _MENDED: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
     "nodes_first": _looking_past_bodies,
     "node_inline_": _deleting_only_itself,
     "sequential_split": _keeping_metadata,
+    "_replace_with_hop_helper": _with_an_output,
 }

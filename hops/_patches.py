@@ -147,7 +147,8 @@ SITES = (
     Site(
         "torch.fx.experimental.proxy_tensor._MakefxTracer._trace_inner",
         "pre-dispatch tracing inlines Function.apply and checkpoint; the hooks that catch "
-        "them (FunctionMeta.__getattribute__, checkpoint.__code__) act during a trace only",
+        "them (FunctionMeta.__getattribute__, checkpoint.__code__, and the code of what reads "
+        "and sets random states) act during a trace only",
         _patch_tracing,
         core=True,
     ),
@@ -194,8 +195,8 @@ SITES = (
     Site(
         "torch._dynamo: TorchHigherOrderOperatorVariable.make, "
         "AutogradFunctionVariable.call_apply, OutputGraph.call_user_compiler, "
-        "SideEffects.store_attr and mutation, autograd_function_backward_rewritten, list of "
-        "files to inline",
+        "SideEffects.store_attr and mutation, autograd_function_backward_rewritten, "
+        "is_torch_inline_allowed",
         "Dynamo cannot read a graph that holds autograd_function_apply, traces the body of a "
         "captured region anew, refuses or misreads many Functions and regions under export "
         "(what happened in a region is cut out of the complete graph), some Functions under "

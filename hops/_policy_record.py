@@ -38,7 +38,7 @@ from hops._torch import (
     selective_checkpoint_modes,
     set_grad_enabled_silently,
 )
-from hops.errors import HopsWarning
+from hops.errors import CaptureError, HopsWarning
 from hops.tag_activation_checkpoint import CONTEXT_FN
 
 #: Where in ``node.meta["custom"]`` the nodes of a new trace tell their node of the old one.
@@ -59,6 +59,11 @@ def record_policy(context_fn: Any, body: fx.GraphModule, values: Sequence[Any]) 
     context_fn = getattr(context_fn, "policy", context_fn)
     body.meta[CONTEXT_FN] = KeptPolicy(context_fn, operations_of(body))
     contexts = context_fn()
+    if not isinstance(contexts, (tuple, list)) or len(contexts) != 2:
+        raise CaptureError(
+            f"hops: the context_fn of {region_name(body)} gives {contexts!r}. It must give a pair "
+            "of context managers, one for the forward and one for the recomputation."
+        )
     if not isinstance(contexts[0], selective_checkpoint_modes[0]):
         return {"policy": [OPAQUE]}
     policy_fn = contexts[0].policy_fn

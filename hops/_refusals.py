@@ -12,16 +12,21 @@ from typing import Any
 import torch
 from torch import fx
 
-from hops._subgraph import recording_on_this_thread
+from hops._random_state import refuse_moved_state
+from hops._subgraph import Recording, recording_on_this_thread
 from hops._torch import FakeTensor, is_data_dependence
 from hops.errors import CaptureError
 
 
 @contextmanager
-def data_dependence_named(name: str) -> Iterator[None]:
-    """Name the code whose control flow depends on the values of tensors."""
+def running_as_a_graph(name: str) -> Iterator[None]:
+    """Name the code that is recorded where it does what a graph cannot: its control flow
+    depends on the values of tensors, or it sets the state of a random number generator."""
     try:
         yield
+        recording = recording_on_this_thread()
+        if recording is not None:
+            refuse_moved_state(recording, ended=True)
     except CaptureError:
         raise
     except Exception as error:
@@ -32,6 +37,27 @@ def data_dependence_named(name: str) -> Iterator[None]:
             f"{error}\nWrite the choice with tensor operations (torch.where, torch.cond), or "
             "make it outside of the captured code."
         ) from error
+
+
+HOOKS_BEFORE = "_hops_saved_tensors_hooks_before"
+
+
+def refuse_saved_tensors_hooks(recording: Recording) -> None:
+    """Refuse a Function in captured code that has entered hooks on saved tensors: a graph does
+    not hold them.  Those of a region around it, or from before the capture, are no matter.
+
+    Raises:
+        CaptureError: names the Function.
+    """
+    around = recording_on_this_thread()
+    before = around.saved_tensors_hooks if around else getattr(recording.tracer, HOOKS_BEFORE)
+    if recording.saved_tensors_hooks not in (None, before):
+        raise CaptureError(
+            f"hops: {recording.name} is applied under torch.autograd.graph.saved_tensors_hooks "
+            "(save_on_cpu is one), which a graph does not hold: its replay would save the tensors "
+            "themselves. Enter the hooks around the calls of the captured program, or do their "
+            "work in the Function's forward and backward."
+        )
 
 
 def refusing_to_accumulate(run_engine: Callable[..., Any]) -> Callable[..., Any]:

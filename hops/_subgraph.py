@@ -118,6 +118,11 @@ def _recordings(tracer: Any) -> list[Recording]:
     return recordings
 
 
+def saved_tensors_hooks() -> Any:
+    """The hooks that act on what is saved for backward right now, or None."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True)
+
+
 def recording_on_this_thread() -> Recording | None:
     """The innermost body that is being recorded."""
     tracer = pre_dispatch_tracer()
@@ -138,13 +143,17 @@ def surface(node: fx.Node, tracer: Any) -> fx.Node:
 
 
 def settle(graph: fx.Graph, tracer: Any) -> None:
-    """Replace every use of a value that escaped from a closed body of ``graph``."""
+    """Replace every use of a value that escaped from a closed body of ``graph``, and drop
+    the tensors that code around a body no longer uses."""
     if not _closed_bodies(tracer):
         return
     for node in list(graph.nodes):
         for source in node.all_input_nodes:
             if source.graph is not graph:
                 node.replace_input_with(source, surface(source, tracer))
+    for node in graph.find_nodes(op="get_attr"):
+        if not node.users:
+            graph.erase_node(node)
 
 
 class Recording:
@@ -160,6 +169,8 @@ class Recording:
         self.name = name
         self.graph = fx.Graph()
         self.parent = tracer.graph
+        self.random_state_set_at: Any = None
+        self.saved_tensors_hooks = saved_tensors_hooks()
         self.operands: list[fx.Node] = []
         self._placeholder_of: dict[fx.Node, fx.Node] = {}
         self._last_placeholder: fx.Node | None = None

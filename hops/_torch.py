@@ -29,10 +29,15 @@ from torch._higher_order_ops.utils import reenter_make_fx
 from torch._ops import HigherOrderOperator
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
+    DynamicOutputShapeException,
     FakeTensor,
     FakeTensorMode,
 )
-from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
+from torch._subclasses.functional_tensor import (
+    FunctionalTensor,
+    FunctionalTensorMode,
+    dispatch_functionalize,
+)
 from torch.autograd import forward_ad
 from torch.fx import node as fx_node
 from torch.fx.experimental import proxy_tensor
@@ -80,6 +85,7 @@ __all__ = [
     "compiler_is_tracing",
     "custom_function_call",
     "detect_fake_mode",
+    "dispatch_functionalize",
     "disable_proxy_modes_tracing",
     "fake_conversion_allowed",
     "get_proxy_mode",
@@ -494,10 +500,12 @@ def is_data_dependence(error: Exception) -> bool:
     # Imported late: it brings sympy, which costs more than all of hops.
     from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
-    if isinstance(error, (GuardOnDataDependentSymNode, DataDependentOutputException)):
+    if isinstance(error, (GuardOnDataDependentSymNode, *_DATA_DEPENDENT_EXCEPTIONS)):
         return True
     return any(message in str(error) for message in _DATA_DEPENDENCE)
 
+
+_DATA_DEPENDENT_EXCEPTIONS = (DataDependentOutputException, DynamicOutputShapeException)
 
 #: An item of a real tensor; numpy() and the memory of a fake one.
 _DATA_DEPENDENCE = (
@@ -560,7 +568,8 @@ def tag_for_partitioner(body: Any, context_fn: Any, *operands: Any, **options: A
     they get them changed in 2.10 (from tags on the body to a dispatch mode),
     so this calls the installed torch's own code.
     """
-    options = {k: v for k, v in options.items() if k in CHECKPOINT_KEYWORDS}
+    # Stock's dispatch mode cannot go together with debug, which asks eager for a trace.
+    options = {k: v for k, v in options.items() if k in CHECKPOINT_KEYWORDS and k != "debug"}
     if context_fn is not None:
         body.meta["_checkpoint_context_fn"] = context_fn
     if _tag_implementation is not None:

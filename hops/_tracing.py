@@ -14,9 +14,9 @@ from hops import _capture_function
 from hops._aliases import knowing_aliases
 from hops._capture_hooks import capture_hooks
 from hops._effects import effects_told_at_the_end
-from hops._refusals import refuse_read_of_values
+from hops._refusals import HOOKS_BEFORE, refuse_read_of_values
 from hops._shared_bodies import share_bodies
-from hops._subgraph import settle
+from hops._subgraph import saved_tensors_hooks, settle
 from hops._threads import capture_on_this_thread
 from hops._torch import compiled_code_inlined, set_grad_enabled, without_torch_functions
 from hops.errors import CaptureError
@@ -72,6 +72,7 @@ def _settled_afterwards(tracer: Any) -> Iterator[None]:
     """Between recording and the GraphModule, tie up the values that escaped from bodies,
     and let equal bodies be one."""
     trace = tracer.trace
+    setattr(tracer, HOOKS_BEFORE, saved_tensors_hooks())
 
     def trace_and_settle(*args: Any, **kwargs: Any) -> Any:
         graph = trace(*args, **kwargs)

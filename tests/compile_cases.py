@@ -624,3 +624,16 @@ class Product(Function):
 def func_grad_of_what_dynamo_refuses():
     """The same tensor twice."""
     return lambda x: torch.func.grad(lambda v: Product.apply(v, v).sum())(x), (leaf(),)
+
+
+@case(stock_refuses=True)
+def one_tensor_for_two_inputs():
+    return lambda x: Product.apply(x.sin(), x.cos()) + Product.apply(x, x), (leaf(),)
+
+
+@case(stock_refuses=True)
+def one_tensor_for_two_inputs_in_a_region():
+    def region(x):
+        return Product.apply(x, x).sin()
+
+    return lambda x: checkpoint(region, x, use_reentrant=False), (leaf(),)

@@ -4,6 +4,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 import torch
+from version_differences import counted
 
 import hops  # noqa: F401
 
@@ -16,3 +17,9 @@ def _fresh_state():
     assert torch.is_grad_enabled(), "a test left grad mode off"
     assert torch._C._functorch.maybe_current_level() is None, "a test left a transform on"
     assert torch._C._autograd._saved_tensors_hooks_is_enabled(), "a test left hooks refused"
+
+
+def pytest_terminal_summary(terminalreporter):
+    skipped = terminalreporter.stats.get("skipped", [])
+    for line in counted(r.longrepr[2] for r in skipped if isinstance(r.longrepr, tuple)):
+        terminalreporter.write_line(line)

@@ -6,10 +6,15 @@ forward, so that a lost backward shows in the gradients.
 
 from __future__ import annotations
 
+import functools
 import re
 
 import torch
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 
 class Scale(torch.autograd.Function):
@@ -63,6 +68,46 @@ class BothModel(torch.nn.Module):
             return Scale.apply(torch.dropout(h.sin(), 0.5, True), self.weight)
 
         return checkpoint(region, y, use_reentrant=False).sin()
+
+
+class Halves(torch.autograd.Function):
+    """Two outputs, gradients that may be absent, a backward that looks at needs_input_grad."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(x, weight)
+        return x * weight, x + weight
+
+    @staticmethod
+    def backward(ctx, first, second):
+        x, weight = ctx.saved_tensors
+        grad = 0
+        if first is not None:
+            grad = grad + first * weight
+        if second is not None:
+            grad = grad + second * 3
+        return grad, (grad * x).sum(0) if ctx.needs_input_grad[1] else None
+
+
+def save_sines(ctx, operation, *args, **kwargs):
+    if operation is torch.ops.aten.sin.default:
+        return CheckpointPolicy.MUST_SAVE
+    return CheckpointPolicy.PREFER_RECOMPUTE
+
+
+class RichModel(BothModel):
+    """Every keyword that the two operators have in a file."""
+
+    def forward(self, x):
+        h = super().forward(x)
+        first, second = Halves.apply(h, self.weight)
+        context_fn = functools.partial(create_selective_checkpoint_contexts, save_sines)
+
+        def region(v):
+            return self.linear(v).sin() + Halves.apply(v, self.weight)[1]
+
+        return checkpoint(region, first, use_reentrant=False, context_fn=context_fn) + second
 
 
 def gradients(module, *args, parameters=None):

@@ -175,3 +175,22 @@ def test_what_no_torch_writes_is_refused_by_the_name_of_the_node():
         hops.OperatorCallError, match="autograd_function_apply: without num_outputs"
     ):
         hops.canonicalize(flat)
+
+
+def test_a_lean_capture_keeps_its_parameters_and_runs():
+    functional_export = pytest.importorskip("torch._dynamo.functional_export")
+    if not hasattr(functional_export, "dynamo_graph_capture_for_export"):
+        pytest.skip("this torch has no lean capture")
+    model, x = Model(), torch.randn(4, 3)
+    captured = functional_export.dynamo_graph_capture_for_export(model)(x)
+    canonical = hops.canonicalize(captured)
+    assert_canonical(canonical)
+    names = [name for name, _ in captured.named_parameters()]
+    assert [name for name, _ in canonical.named_parameters()] == names
+    torch.testing.assert_close(canonical(x), model(x))
+
+
+def test_what_is_no_graph_module_is_a_type_error():
+    exported = torch.export.export(Model(), (torch.randn(4, 3),), strict=False)
+    with pytest.raises(TypeError, match="got ExportedProgram; .* graph_module"):
+        hops.canonicalize(exported)

@@ -192,3 +192,27 @@ def test_bodies_keep_module_stack_and_stack_trace():
     (linear,) = [n for n in parts.body.graph.nodes if n.op == "call_function"]
     assert any(path == "inner" for path, _ in linear.meta["nn_module_stack"].values())
     assert "forward" in linear.meta["stack_trace"]
+
+
+@pytest.mark.parametrize("mode", ["real", "fake", "symbolic"])
+def test_a_buffer_that_a_backward_writes_into_requires_no_grad_after_the_capture(mode):
+    class Largest(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, largest):
+            ctx.largest = largest
+            return x * 2
+
+        @staticmethod
+        def backward(ctx, grad):
+            ctx.largest.add_(grad.abs().max())
+            return grad * 2, None
+
+    largest = torch.zeros(1)
+    x = torch.ones(2, requires_grad=True)
+    make_fx(
+        lambda v: Largest.apply(v, largest),
+        pre_dispatch=True,
+        tracing_mode=mode,
+        _allow_non_fake_inputs=True,
+    )(x)
+    assert largest.is_leaf and not largest.requires_grad

@@ -14,6 +14,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._functorch import aot_autograd as aot
 from torch._functorch.partitioners import default_partition, min_cut_rematerialization_partition
 from torch.utils.checkpoint import checkpoint
+from version_differences import needs
 
 from hops.policies import save_names, save_ops
 
@@ -111,10 +112,7 @@ def test_tags_and_saved_values_are_those_of_the_eager_model(name, partitioner):
         assert joint.saved == expected.saved
 
 
-@pytest.mark.skipif(
-    not hasattr(aot, "aot_export_joint_with_descriptors"),
-    reason="this torch has no aot_export_joint_with_descriptors",
-)
+@needs("joint_with_descriptors")
 @pytest.mark.parametrize("name", models())
 def test_exported_joint_graph(name):
     module, x = models()[name]

@@ -10,6 +10,7 @@ import torch
 from models import assert_same, gradients
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint
+from version_differences import needs
 
 import hops
 from hops.policies import (
@@ -228,10 +229,7 @@ def test_what_each_policy_keeps_in_eager():
     assert set(not_rerun(save_everything)) > set(not_rerun(save_matmuls))
 
 
-@pytest.mark.skipif(
-    not hasattr(torch.utils.checkpoint, "_RECOMPUTE"),
-    reason="before torch 2.10 a region has no place for an output that is kept afterwards",
-)
+@needs("output_kept_afterwards")
 def test_what_made_a_named_value_is_not_run_again():
     plain = kept_and_rerun(*build(save_nothing))[1]
     named = kept_and_rerun(*build(save_names("scores", "hidden")))[1]

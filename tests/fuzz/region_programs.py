@@ -101,11 +101,14 @@ class TreeWriter:
             buffers of a region once where eager does it again in recompute, and drops random
             numbers that nothing uses: there every value is used, and no region has a norm.
             Of a reentrant region it asks no gradient for an output that needs none.
+        strict: it is captured by Dynamo, which takes the dtype of a cast under autocast for
+            another and checks for that, also where there is no region.
     """
 
-    def __init__(self, draw: Draw, compiled: bool) -> None:
+    def __init__(self, draw: Draw, compiled: bool, strict: bool) -> None:
         self.draw = draw
         self.compiled = compiled
+        self.strict = strict
         self.count = 0
         self.regions = 0
         self.reentrant = False
@@ -153,10 +156,15 @@ class TreeWriter:
         inside = self.draw.one_of(
             [
                 ("torch.no_grad()", f"{name} = {value}.cos()"),
-                ("torch.enable_grad()", f"{name} = {value}.cos()"),
+                (
+                    "torch.no_grad()"
+                    if self.reentrant and self.compiled
+                    else "torch.enable_grad()",
+                    f"{name} = {value}.cos()",
+                ),
                 (
                     'torch.autocast("cpu", dtype=torch.bfloat16)',
-                    f"{name} = self.linear({value}).float()",
+                    f"{name} = self.linear({value}){' + h' if self.strict else '.float()'}",
                 ),
                 ("torch.no_grad()", f"{name} = {value} + self.running.add_(0.1).sum()"),
             ][: 3 if self.reentrant else 4]
@@ -229,7 +237,7 @@ def programs(draw: Any, front_ends: tuple[str, ...], replays: tuple[str, ...] = 
     drawn = Draw(draw)
     front_end = drawn.one_of(front_ends)
     replay = "module" if front_end == "make_fx" else drawn.one_of(replays)
-    writer = TreeWriter(drawn, compiled=replay == "aot_eager")
+    writer = TreeWriter(drawn, replay == "aot_eager", front_end == "strict")
     source = PROGRAM.format(forward=_indented(writer.write()), requires_grad=drawn.often())
     return Program(
         source,

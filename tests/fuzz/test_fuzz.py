@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, assume, given, note, settings
 
 import hops
 
-EXAMPLES = int(os.environ.get("HOPS_FUZZ_EXAMPLES", "40"))
+EXAMPLES = int(os.environ.get("HOPS_FUZZ_EXAMPLES", "30"))
 SETTINGS = settings(
     max_examples=EXAMPLES,
     deadline=None,

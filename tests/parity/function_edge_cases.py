@@ -1001,3 +1001,26 @@ def a_counter_buffer_within_forward():
         return Count.apply(x * self.weight, self.steps)
 
     return Model(body, steps=torch.zeros((), dtype=torch.int64)), (tensor(),)
+
+
+@case()
+def a_buffer_updated_within_backward():
+    """Through a view too; the buffer does not require grad afterwards, so that the last call
+    records none."""
+
+    class Update(Function):
+        @staticmethod
+        def forward(ctx, x, largest):
+            ctx.largest = largest
+            return x * 2
+
+        @staticmethod
+        def backward(ctx, grad):
+            ctx.largest.view(-1)[:1].add_(grad.abs().max())
+            return grad * 3, None
+
+    def body(self, x):
+        y = Update.apply(x * self.weight, self.largest)
+        return y + Update.apply(self.largest, self.largest)
+
+    return Model(body, largest=torch.zeros(3)), (tensor(),)

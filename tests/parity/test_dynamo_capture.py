@@ -17,12 +17,11 @@ from function_cases import CASES, fresh
 from test_function_parity import REFUSED, assert_equal, count_operators, eager, run
 from torch._dynamo.exc import TorchDynamoException
 from torch.fx.experimental.proxy_tensor import make_fx
+from version_differences import needs
 
 from hops._torch import graph_capture_for_export
 
-pytestmark = pytest.mark.skipif(
-    graph_capture_for_export() is None, reason="this torch has no dynamo_graph_capture_for_export"
-)
+pytestmark = needs("dynamo_graph_capture")
 
 REPLAYS = ("module", "retrace")
 

@@ -1,0 +1,94 @@
+"""Captured code that sets a random state, or saves through hooks, is refused by name."""
+
+import pytest
+import torch
+from models import FunctionModel, Scale, assert_same, gradients, operators
+from torch.nn.functional import dropout
+from torch.utils.checkpoint import checkpoint
+
+import hops
+
+
+def recomputing(rate):
+    """A Function that runs its forward again in backward, with the random state of before."""
+
+    class Recomputing(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.state = torch.get_rng_state()
+            ctx.save_for_backward(x)
+            return dropout(x, rate) if rate else x * 2
+
+        @staticmethod
+        def backward(ctx, grad):
+            (x,) = ctx.saved_tensors
+            with torch.random.fork_rng(), torch.enable_grad():
+                torch.set_rng_state(ctx.state)
+                x = x.detach().requires_grad_()
+                y = dropout(x, rate) if rate else x * 2
+            return torch.autograd.grad(y, x, grad)[0]
+
+    return Recomputing
+
+
+class Applied(FunctionModel):
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def forward(self, x):
+        return self.function(self.linear(x))
+
+
+def seeded(h):
+    torch.manual_seed(3)
+    return dropout(h)
+
+
+def forked(h):
+    with torch.random.fork_rng():
+        first = dropout(h)
+    return first + dropout(h)
+
+
+@pytest.mark.parametrize("strict", [False, True], ids=["nonstrict", "strict"])
+def test_a_backward_that_draws_with_the_state_of_its_forward_is_refused(strict):
+    model = Applied(recomputing(0.5).apply)
+    with pytest.raises(Exception, match="Recomputing.backward sets the state of the random"):
+        torch.export.export(model, (torch.ones(2, 3),), strict=strict)
+    assert torch.random.set_rng_state.__code__.co_filename == torch.random.__file__
+
+
+@pytest.mark.parametrize("function", [seeded, forked])
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_region_that_sets_the_state_is_refused(function, reentrant):
+    model = Applied(lambda h: checkpoint(function, h, use_reentrant=reentrant))
+    with pytest.raises(hops.CaptureError, match=rf"region .*{function.__name__} sets the state"):
+        torch.export.export(model, (torch.ones(2, 3),), strict=False)
+
+
+def test_a_state_that_is_set_where_it_was_read_is_no_matter():
+    model, x = Applied(recomputing(0).apply), torch.ones(2, 3)
+    ep = torch.export.export(model, (x,), strict=False)
+    assert operators(ep.graph_module) == ["autograd_function_apply"]
+    assert_same(gradients(ep.module(), x), gradients(model, x))
+
+
+def test_a_function_under_saved_tensors_hooks_is_refused():
+    def hooked(h):
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: t * 2, lambda t: t):
+            return Scale.apply(h, torch.ones(3))
+
+    with pytest.raises(hops.CaptureError, match="Scale is applied under .*saved_tensors_hooks"):
+        torch.export.export(Applied(hooked), (torch.ones(2, 3),), strict=False)
+
+
+def test_hooks_from_before_the_capture_or_around_a_region_are_no_matter():
+    def region(h):
+        with torch.autograd.graph.save_on_cpu():
+            return checkpoint(Scale.apply, h, torch.ones(3), use_reentrant=False)
+
+    model, x = Applied(region), torch.ones(2, 3)
+    with torch.autograd.graph.save_on_cpu():
+        ep = torch.export.export(model, (x,), strict=False)
+    assert_same(gradients(ep.module(), x), gradients(model, x))
