@@ -62,11 +62,8 @@ def autograd_function_apply(mode: Any, fwd: Any, bwd: Any, *operands: Any, **opt
     gradients = [torch.ones_like(v) for v in outputs if isinstance(v, torch.Tensor)]
     for key, body in [("bwd", bwd), *_other_backwards(options)]:
         with autocast_disabled():
-            bodies[key] = _retrace(
-                _flat_backward(form, body, outputs, len(operands)),
-                (*gradients, *saved),
-                grad_mode=True,
-            )
+            backward = _flat_backward(form, body, outputs, len(operands))
+            bodies[key] = _retrace_backward(backward, (*gradients, *saved))
     if is_kept(function_operator.autograd_function_apply):
         for key, traced in bodies.items():
             if key != "fwd":
@@ -200,6 +197,17 @@ def _retrace(body: Callable[..., Any], arguments: Sequence[Any], grad_mode: bool
     return traced
 
 
+def _retrace_backward(body: Callable[..., Any], arguments: Sequence[Any]) -> fx.GraphModule:
+    """Trace a backward anew: such that it can be differentiated, unless it runs only as eager
+    runs it without ``create_graph`` (it writes with ``out=``, say).  Capture does the same."""
+    try:
+        return _retrace(body, arguments, grad_mode=True)
+    except CaptureError:
+        raise
+    except Exception:
+        return _retrace(body, arguments, grad_mode=False)
+
+
 def _functional(
     traced: fx.GraphModule, arguments: Sequence[Any], grad_mode: bool
 ) -> fx.GraphModule:
@@ -210,7 +218,10 @@ def _functional(
     def body(*values: Any) -> Any:
         return function_operator.run_body(traced, values)
 
-    return _retrace(dispatch_functionalize(body), arguments, grad_mode)
+    functional = dispatch_functionalize(body)
+    if grad_mode:
+        return _retrace_backward(functional, arguments)
+    return _retrace(functional, arguments, grad_mode)
 
 
 def _refuse_writes_into_saved(name: str, body: fx.GraphModule, num_gradients: int) -> None:

@@ -189,6 +189,33 @@ def test_a_region_is_named_by_what_it_runs():
         export(Decorated())
 
 
+class IntoItsOwnMemory(torch.autograd.Function):
+    """A backward that eager can run, but not differentiate."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        return torch.mul(x, weight, out=torch.empty_like(x))
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight = ctx.saved_tensors
+        into = torch.empty_like(grad)
+        return torch.mul(grad, weight, out=into), (grad * x).sum(0)
+
+
+def test_a_backward_that_cannot_be_differentiated_is_traced_as_eager_runs_it():
+    class Writing(FunctionModel):
+        def forward(self, x):
+            return IntoItsOwnMemory.apply(self.linear(x), self.weight)
+
+    model, x = Writing(), torch.ones(2, 3)
+    assert_captured(model, "autograd_function_apply")
+    again = torch.export.export(export(model).module(), (x,), strict=False)
+    assert operators(again.graph_module) == ["autograd_function_apply"]
+    assert_same(gradients(again.module(), x), gradients(model, x))
+
+
 # ----------------------------------------------------------- Functions and pending Python state
 
 
