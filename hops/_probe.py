@@ -19,7 +19,6 @@ USED_IN_FUNCTIONS = (
     "torch._C._TorchDispatchModeKey.FUNCTIONAL",
     "torch._C._TorchDispatchModeKey.PROXY",
     "torch._C._VariableFunctions",
-    "torch._C._autograd._top_saved_tensors_default_hooks",
     "torch._C._current_graph_task_id",
     "torch._C._functorch.unwrap_if_dead",
     "torch._C._get_dispatch_mode",

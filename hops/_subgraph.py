@@ -42,6 +42,7 @@ from hops._torch import (
     disable_proxy_modes_tracing,
     is_traceable_wrapper_subclass,
     pre_dispatch_tracer,
+    top_saved_tensors_hooks,
     track_tensor_tree,
     without_torch_functions,
 )
@@ -119,8 +120,9 @@ def _recordings(tracer: Any) -> list[Recording]:
 
 
 def saved_tensors_hooks() -> Any:
-    """The hooks that act on what is saved for backward right now, or None."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(True)
+    """The hooks that act on what is saved for backward right now, or None; also where torch
+    cannot tell (2.6), so that there they are not refused."""
+    return None if top_saved_tensors_hooks is None else top_saved_tensors_hooks(True)
 
 
 def recording_on_this_thread() -> Recording | None:

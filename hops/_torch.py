@@ -124,6 +124,7 @@ __all__ = [
     "stock_tag_activation_checkpoint",
     "tag_for_partitioner",
     "torch_checkpoint",
+    "top_saved_tensors_hooks",
     "track_tensor_tree",
     "transform_functions",
     "transformed_tensor_requires_grad",
@@ -283,6 +284,8 @@ def forward_mode_is_active() -> bool:
 
 is_transformed = torch._C._functorch.is_functorch_wrapped_tensor
 without_torch_functions = torch._C.DisableTorchFunction
+#: Torch 2.6 has no such function.
+top_saved_tensors_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
 set_grad_enabled = torch._C._set_grad_enabled
 functorch_is_active = torch._C._are_functorch_transforms_active
 

@@ -105,7 +105,7 @@ def captured():
 
 def saved_tensor_hooks():
     """Those in force; torch 2.6 cannot tell."""
-    top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+    top = hops_torch.top_saved_tensors_hooks
     return None if top is None else top(False)
 
 

@@ -17,7 +17,7 @@ import torch
 from torch._export.serde import schema
 from torch._functorch import aot_autograd
 
-from hops._torch import graph_capture_for_export
+from hops._torch import graph_capture_for_export, top_saved_tensors_hooks
 
 PREFIX = "this torch lacks "
 
@@ -47,6 +47,10 @@ FEATURES = {
     "output_kept_afterwards": Feature(
         "a place in a selective region for an output that is kept afterwards",
         hasattr(torch.utils.checkpoint, "_RECOMPUTE"),
+    ),
+    "saved_tensors_hooks_known": Feature(
+        "telling which hooks act on what is saved for backward",
+        top_saved_tensors_hooks is not None,
     ),
     "node_names_in_files": Feature(
         "names of nodes in the files of exported programs",
