@@ -6,6 +6,7 @@ import pytest
 import torch
 from models import FunctionModel, assert_same, gradients, operators
 from torch.utils.checkpoint import checkpoint
+from version_differences import needs
 
 import hops
 
@@ -39,9 +40,7 @@ def exported(model, x):
         lambda: Region(torch.sin, debug=True),
         pytest.param(
             lambda: Region(branching),
-            marks=pytest.mark.skipif(
-                torch.__version__ < "2.13", reason="cond and its backward before torch 2.13"
-            ),
+            marks=needs("compiled_cond_backward"),
         ),
     ],
     ids=["debug", "cond"],
@@ -129,6 +128,7 @@ def leading(h):
     return Leading.apply(h.flatten(), torch.tensor(2))
 
 
+@needs("data_dependent_break")
 @pytest.mark.parametrize("function", [selecting_in_a_region, selecting, leading])
 def test_sizes_that_depend_on_values_leave_the_compiled_graph(function):
     class Selecting(FunctionModel):

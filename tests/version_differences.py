@@ -19,6 +19,7 @@ from torch._functorch import aot_autograd
 
 from hops._torch import graph_capture_for_export, top_saved_tensors_hooks
 
+VERSION = tuple(map(int, torch.__version__.split(".")[:2]))
 PREFIX = "this torch lacks "
 
 
@@ -47,6 +48,14 @@ FEATURES = {
     "output_kept_afterwards": Feature(
         "a place in a selective region for an output that is kept afterwards",
         hasattr(torch.utils.checkpoint, "_RECOMPUTE"),
+    ),
+    "compiled_cond_backward": Feature(
+        "compiled code with torch.cond and its backward",
+        VERSION >= (2, 13),
+    ),
+    "data_dependent_break": Feature(
+        "compiled code that goes on in eager where a size depends on values",
+        VERSION >= (2, 9),
     ),
     "saved_tensors_hooks_known": Feature(
         "telling which hooks act on what is saved for backward",
