@@ -22,12 +22,16 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import fx
 
+from hops._body import BodyGraph
 from hops._changes import Changes
 from hops._mode_switches import drop_empty_regions
+from hops.autograd_function_apply import autograd_function_apply
+from hops.tag_activation_checkpoint import tag_activation_checkpoint
 
 #: The modules of torch that have such a pass, and the names in them that are exchanged.
 EXPORT_PASSES = (
@@ -67,18 +71,36 @@ def _deleting_only_itself(node_inline_: Callable[..., Any]) -> Callable[..., Any
 def _keeping_metadata(sequential_split: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(sequential_split)
     def split(module: fx.GraphModule, *args: Any, **kwargs: Any) -> fx.GraphModule:
-        drop_empty_regions(module.graph)
+        is_captured = isinstance(module.graph, BodyGraph) or _holds_operators(module)
+        if is_captured:
+            drop_empty_regions(module.graph)
         parts: fx.GraphModule = sequential_split(module, *args, **kwargs)
         parts.meta = {**parts.meta, **module.meta}
+        if is_captured:
+            _captured.add(parts)
         return parts
 
     return split
 
 
+#: Split modules that are bodies or hold operators; of others torch makes what it always does.
+_captured: WeakSet[fx.GraphModule] = WeakSet()
+
+
+def _holds_operators(module: fx.GraphModule) -> bool:
+    return any(
+        node.target in (autograd_function_apply, tag_activation_checkpoint)
+        for part in module.modules()
+        if isinstance(part, fx.GraphModule)
+        for node in part.graph.nodes
+    )
+
+
 def _with_an_output(replace: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(replace)
     def _replace_with_hop_helper(node: fx.Node, *args: Any) -> None:
-        _give_output(getattr(node.graph.owning_module, str(node.target)))
+        if node.graph.owning_module in _captured:
+            _give_output(getattr(node.graph.owning_module, str(node.target)))
         replace(node, *args)
 
     return _replace_with_hop_helper

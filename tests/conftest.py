@@ -1,3 +1,4 @@
+import logging
 import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -7,6 +8,10 @@ import torch
 from version_differences import counted
 
 import hops  # noqa: F401
+
+# checkpoint(debug=True) logs through it with arguments that do not fit the message, at which
+# pytest's handler raises.
+logging.getLogger("LoggingTensor").propagate = False
 
 
 @pytest.fixture(autouse=True)

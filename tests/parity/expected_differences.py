@@ -77,12 +77,6 @@ DIFFERENCES: tuple[Difference, ...] = (
         runs=("strict*", "dynamo_export*"),
     ),
     Difference(
-        "enable_grad_within_no_grad",
-        "torch.export's operator for a block of grad mode without outputs cannot be saved: an "
-        "error of its verifier",
-        runs=("nonstrict-save_load",),
-    ),
-    Difference(
         "mark_dirty_on_a_view_whose_base_is_read_later",
         "sizes are dynamic unless told otherwise in torch._dynamo.export, and the view that "
         "autograd renews after the write would need a size of its base, which is no operand: an "
