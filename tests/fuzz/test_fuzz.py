@@ -1,8 +1,10 @@
 """Random Functions and random trees of regions equal eager on every front end.
 
 A failure shrinks to a small program and prints a script that shows it.  The
-budget is ``HOPS_FUZZ_EXAMPLES`` programs for each test, the same every time;
-``make fuzz`` draws more, and others each time.
+budget is ``HOPS_FUZZ_EXAMPLES`` programs for each test, the same every time: some
+120 distinct programs by default, which run 61 % of the lines and branches of ``hops/``
+and ``dispatch_rules/`` (``coverage run --branch``).  ``make fuzz`` draws more, and
+others each time.
 """
 
 import os
