@@ -55,6 +55,10 @@ FEATURES = {
     ),
     "data_dependent_break": Feature(
         "compiled code that goes on in eager where a size depends on values",
+        VERSION >= (2, 13),
+    ),
+    "nested_grad_modes": Feature(
+        "a pre-dispatch trace of its own with the right switch after a grad mode in another one",
         VERSION >= (2, 9),
     ),
     "saved_tensors_hooks_known": Feature(
