@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import threading
-import types
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from hops import _capture_checkpoint, _capture_function
+from hops._exchanged_code import ExchangedCode
 from hops._random_state import hook_random_states
 from hops._refusals import refusing_to_accumulate
 from hops._threads import captures_on_this_thread
@@ -61,7 +61,7 @@ def _hook_all() -> None:
     if "Function" not in native_hooks:
         _hook_function_meta()
     if "checkpoint" not in native_hooks:
-        _hook_checkpoint()
+        _unhook.append(_checkpoint.hook())
     _hook_engine()
     _unhook.append(hook_random_states())
 
@@ -115,43 +115,24 @@ def _hook_engine() -> None:
     _unhook.append(lambda: setattr(_autograd, "_engine_run_backward", before))
 
 
-def _hook_checkpoint() -> None:
-    before = checkpoint_function.__code__
-    _original_checkpoint.__code__ = before
-    checkpoint_function.__code__ = _entry
-    _unhook.append(lambda: setattr(checkpoint_function, "__code__", before))
-
-
-_original_checkpoint = types.FunctionType(
-    checkpoint_function.__code__,
-    checkpoint_function.__globals__,
-    checkpoint_function.__name__,
-    checkpoint_function.__defaults__,
-)
-_original_checkpoint.__kwdefaults__ = checkpoint_function.__kwdefaults__
-
-
-def _entry_code() -> types.CodeType:
+def _exchanged_checkpoint() -> ExchangedCode:
     """Code that leads to :func:`checkpoint_during_capture`, with the parameters of
     the function that it stands for: Dynamo reads the signature of ``checkpoint`` to tell
     the keywords apart, also when it traces a branch of ``cond`` in the middle of a capture."""
-    keywords = list(_original_checkpoint.__kwdefaults__ or ())
+    keywords = list(checkpoint_function.__kwdefaults__ or ())
     if checkpoint_takes_tuples:
         parameters = f"function, args, kwargs, *, {', '.join(keywords)}"
     else:
         parameters = f"function, *args, {', '.join(keywords)}, **kwargs"
-    source = (
-        f"def {checkpoint_function.__name__}({parameters}):\n"
-        "    from hops._capture_hooks import checkpoint_during_capture\n"
-        f"    named = dict({', '.join(f'{k}={k}' for k in keywords)})\n"
-        "    return checkpoint_during_capture((function, *args), {**named, **kwargs})\n"
-    )
-    namespace: dict[str, Any] = {}
-    exec(compile(source, __file__, "exec"), namespace)
-    return namespace[checkpoint_function.__name__].__code__
+    lines = [
+        "from hops._capture_hooks import checkpoint_during_capture",
+        f"named = dict({', '.join(f'{k}={k}' for k in keywords)})",
+        "return checkpoint_during_capture((function, *args), {**named, **kwargs})",
+    ]
+    return ExchangedCode(checkpoint_function, parameters, lines)
 
 
-_entry = _entry_code()
+_checkpoint = _exchanged_checkpoint()
 
 
 #: "Function", "checkpoint": what needs no hook, since this torch catches it by itself.
@@ -161,9 +142,9 @@ native_hooks: set[str] = set()
 def call_original(function: Any, *args: Any, **kwargs: Any) -> Any:
     """``checkpoint`` as torch wrote it."""
     if not checkpoint_takes_tuples:
-        return _original_checkpoint(function, *args, **kwargs)
+        return _checkpoint.original(function, *args, **kwargs)
     options = {k: kwargs.pop(k) for k in CHECKPOINT_KEYWORDS if k in kwargs}
-    return _original_checkpoint(function, args, kwargs, **options)
+    return _checkpoint.original(function, args, kwargs, **options)
 
 
 def checkpoint_during_capture(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

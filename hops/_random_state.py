@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import inspect
 import threading
-import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -24,16 +23,12 @@ from typing import Any
 import torch
 from torch import fx
 
+from hops._exchanged_code import ExchangedCode
 from hops._subgraph import Recording, recording_on_this_thread
 from hops.errors import CaptureError
 
 _PLACE = "_hops_place_in_a_capture"
 _state = threading.local()
-
-#: What reads a state, what sets one, and what sets a seed.
-_READS = (torch.random.get_rng_state, torch.cuda.random.get_rng_state)
-_SETS = (torch.random.set_rng_state, torch.cuda.random.set_rng_state)
-_SEEDS = (torch.random.manual_seed, torch.random.seed)
 
 
 @contextmanager
@@ -47,13 +42,8 @@ def own_random_states() -> Iterator[None]:
 
 
 def hook_random_states() -> Callable[[], None]:
-    """Watch the functions that read and set states; gives what takes that back.
-
-    Their code is exchanged, so that it holds for any name that they were imported by.
-    """
-    undo = [_exchange(function, _noting_place) for function in _READS]
-    undo += [_exchange(function, _setting_state) for function in _SETS]
-    undo += [_exchange(function, _setting_seed) for function in _SEEDS]
+    """Watch the functions that read and set states; gives what takes that back."""
+    undo = [exchanged.hook() for _, exchanged in _ENTRIES]
 
     def restore() -> None:
         for one in undo:
@@ -62,38 +52,13 @@ def hook_random_states() -> Callable[[], None]:
     return restore
 
 
-def _exchange(function: Any, around: Callable[..., Any]) -> Callable[[], None]:
-    function = inspect.unwrap(function)  # out of what keeps Dynamo away
-    before = function.__code__
-    original = types.FunctionType(
-        before,
-        function.__globals__,
-        function.__name__,
-        function.__defaults__,
-        function.__closure__,
-    )
-    _entries[before.co_name, before.co_filename] = (around, original)
-    source = (
-        f"def {before.co_name}(*args, **kwargs):\n"
-        "    from hops._random_state import entered\n"
-        f"    return entered({(before.co_name, before.co_filename)!r}, args, kwargs)\n"
-    )
-    namespace: dict[str, Any] = {}
-    exec(compile(source, __file__, "exec"), namespace)
-    function.__code__ = namespace[before.co_name].__code__
-    return lambda: setattr(function, "__code__", before)
-
-
-_entries: dict[tuple[str, str], tuple[Callable[..., Any], Callable[..., Any]]] = {}
-
-
-def entered(key: tuple[str, str], args: Any, kwargs: Any) -> Any:
-    """Called in place of the function while any thread captures."""
-    around, original = _entries[key]
+def entered(position: int, args: Any, kwargs: Any) -> Any:
+    """Called in place of a function while any thread captures."""
+    around, exchanged = _ENTRIES[position]
     recording = None if getattr(_state, "own", False) else recording_on_this_thread()
     if recording is None:
-        return original(*args, **kwargs)
-    return around(recording, original, args, kwargs)
+        return exchanged.original(*args, **kwargs)
+    return around(recording, exchanged.original, args, kwargs)
 
 
 def _noting_place(recording: Recording, original: Any, args: Any, kwargs: Any) -> Any:
@@ -154,3 +119,24 @@ def _draws(graph: fx.Graph) -> int:
         and torch.Tag.nondeterministic_seeded in node.target.tags
         for node in graph.nodes
     )
+
+
+def _exchanged(position: int, function: Any) -> ExchangedCode:
+    lines = [
+        "from hops._random_state import entered",
+        f"return entered({position}, args, kwargs)",
+    ]
+    # Out of what keeps Dynamo away.
+    return ExchangedCode(inspect.unwrap(function), "*args, **kwargs", lines)
+
+
+#: What is done around a function that reads a state, sets one, or sets a seed.
+_WATCHED: tuple[tuple[Callable[..., Any], Any], ...] = (
+    (_noting_place, torch.random.get_rng_state),
+    (_noting_place, torch.cuda.random.get_rng_state),
+    (_setting_state, torch.random.set_rng_state),
+    (_setting_state, torch.cuda.random.set_rng_state),
+    (_setting_seed, torch.random.manual_seed),
+    (_setting_seed, torch.random.seed),
+)
+_ENTRIES = [(around, _exchanged(i, function)) for i, (around, function) in enumerate(_WATCHED)]

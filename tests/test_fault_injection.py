@@ -126,7 +126,7 @@ def state():
         "node metadata": dict(torch.fx.traceback.current_meta),
         "preserved metadata": torch.fx.traceback.has_preserved_node_meta(),
         "metaclass": "__getattribute__" in meta.__dict__,
-        "checkpoint": hops_torch.checkpoint_function.__code__ is not _capture_hooks._entry,
+        "checkpoint": not _capture_hooks._checkpoint.is_hooked(),
         "hooks": _capture_hooks.capture_hooks._active,
         "captures of this thread": _threads.captures_on_this_thread(),
         "pending look-up": getattr(_capture_function._state, "pending", None),

@@ -1,6 +1,7 @@
 """Installing and taking back the patch."""
 
 import copy
+import inspect
 import os
 import subprocess
 import sys
@@ -10,7 +11,7 @@ import torch
 from models import FunctionModel, operators
 
 import hops
-from hops import _capture_hooks, _doctor, _patches
+from hops import _capture_hooks, _doctor, _patches, _random_state
 from hops._torch import checkpoint_function
 
 
@@ -90,11 +91,13 @@ def test_hops_disable_leaves_torch_alone(monkeypatch):
 def test_nothing_is_hooked_outside_a_capture():
     meta = type(torch.autograd.Function)
     assert "__getattribute__" not in meta.__dict__
-    code = checkpoint_function.__code__
-    assert code is not _capture_hooks._entry
+    exchanged = (_capture_hooks._checkpoint, *(entry for _, entry in _random_state._ENTRIES))
+    codes = [checkpoint_function.__code__, inspect.unwrap(torch.manual_seed).__code__]
+    assert not any(one.is_hooked() for one in exchanged)
     export()
     assert "__getattribute__" not in meta.__dict__
-    assert checkpoint_function.__code__ is code
+    assert not any(one.is_hooked() for one in exchanged)
+    assert [checkpoint_function.__code__, inspect.unwrap(torch.manual_seed).__code__] == codes
 
 
 def test_doctor_lists_every_site():
