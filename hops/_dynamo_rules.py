@@ -14,10 +14,9 @@ from typing import Any
 
 from torch import fx
 from torch._dispatch.python import enable_python_dispatcher
-from torch._dynamo import trace_rules
+from torch._dynamo import symbolic_convert, trace_rules
 from torch._dynamo.exc import Unsupported
 from torch._dynamo.output_graph import OutputGraph
-from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._dynamo.variables.builder import wrap_fx_proxy
 from torch._dynamo.variables.higher_order_ops import (
     CheckpointHigherOrderVariable,
@@ -206,8 +205,9 @@ def reading_checkpoint_sequential(stock: Callable[[str], bool]) -> Callable[[str
 
 
 def _is_export() -> bool:
-    output = InstructionTranslator.current_tx().output
-    return bool(output.export) or whole_capture_is_active()
+    # Outside of any trace, where torch and others may ask too, there is no translator.
+    tx = getattr(symbolic_convert.tls, "current_tx", None)
+    return whole_capture_is_active() or tx is not None and bool(tx.output.export)
 
 
 def patch(changes: Changes) -> None:

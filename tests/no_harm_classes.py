@@ -1,6 +1,7 @@
 """What Functions, modules and checkpoint are to the rest of Python: the same as without hops."""
 
 import copy
+import gc
 import inspect
 import io
 import pickle
@@ -33,6 +34,14 @@ def what_a_class_is():
             return super().apply(*args) + 1
 
     yield Sub.apply(leaf(2, 3), leaf(3)), isinstance(Scale, type(Function)), issubclass(Sub, Scale)
+
+
+@shows
+def what_dynamo_is_told_outside_of_a_trace():
+    from torch._dynamo import trace_rules
+
+    for function in (checkpoint, checkpoint_sequential, torch.manual_seed, Scale.forward):
+        yield trace_rules.check(function, is_inlined_call=True), trace_rules.check(function)
 
 
 @shows
@@ -96,6 +105,10 @@ def distributed_data_parallel():
             parallel = torch.nn.parallel.DistributedDataParallel(module, **options)
             yield step(parallel, x), step(parallel, x)
     finally:
+        # The last owner of the group has to be Python: it lets the group's threads end, while the
+        # reducer of a DistributedDataParallel would wait for them with the interpreter locked.
+        parallel = None
+        gc.collect()
         torch.distributed.destroy_process_group()
 
 
