@@ -18,7 +18,6 @@ from torch import fx
 from torch.autograd.function import once_differentiable
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dispatch_rules.selective_checkpoint import passing_other_operators
 from hops import autograd_function_apply as function_operator
 from hops import tag_activation_checkpoint as checkpoint_operator
 from hops._decompose import is_kept
@@ -32,6 +31,7 @@ from hops._torch import (
     compiler_is_tracing,
     mark_saved_without_version_check,
     native_apply,
+    selective_modes_pass_other_operators,
     set_grad_enabled_silently,
     tag_for_partitioner,
     torch_checkpoint,
@@ -286,7 +286,7 @@ def _tagged(body: Any, operands: tuple[Any, ...], options: dict[str, Any]) -> An
     selective = policy_of(body, options)
     if selective is not None and OPAQUE in options.get("policy", ()):
         _refuse_other_contexts(body, selective.context_fn())
-    with passing_other_operators():
+    with selective_modes_pass_other_operators():
         if selective is None:
             return tag_for_partitioner(body, None, *operands, **options)
         return tag_for_partitioner(selective.body, selective.context_fn, *operands, **options)

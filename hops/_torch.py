@@ -56,6 +56,7 @@ from hops._torch_checkpoint import (
     sac_context,
     sac_ignored_operations,
     selective_checkpoint_modes,
+    selective_modes_pass_other_operators,
 )
 from hops._torch_symbols import (
     SymbolicValues,
@@ -98,8 +99,8 @@ __all__ = [
     "compiler_is_tracing",
     "custom_function_call",
     "detect_fake_mode",
-    "dispatch_functionalize",
     "disable_proxy_modes_tracing",
+    "dispatch_functionalize",
     "fake_conversion_allowed",
     "get_proxy_mode",
     "is_data_dependence",
@@ -118,6 +119,7 @@ __all__ = [
     "sac_context",
     "sac_ignored_operations",
     "selective_checkpoint_modes",
+    "selective_modes_pass_other_operators",
     "set_grad_enabled_silently",
     "stock_autograd_function_apply",
     "statically_known_true",

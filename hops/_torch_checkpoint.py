@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import gc
 import inspect
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from types import FunctionType, ModuleType
 from typing import Any
 
@@ -79,6 +81,24 @@ selective_checkpoint_modes = (
     torch_checkpoint._CachingTorchDispatchMode,
     torch_checkpoint._CachedTorchDispatchMode,
 )
+
+
+@contextmanager
+def selective_modes_pass_other_operators() -> Iterator[None]:
+    """Let these modes ask their policy about ``cond``, ``while_loop`` and their like too, each as
+    one operation; without, such an operator in a region that is compiled is an error.  An older
+    torch has no such switch."""
+    switch = "supports_higher_order_operators"
+    with ExitStack() as stack:
+        for mode in selective_checkpoint_modes:
+            if not getattr(mode, switch, True):
+                if switch in vars(mode):
+                    stack.callback(setattr, mode, switch, False)
+                else:
+                    stack.callback(delattr, mode, switch)
+                setattr(mode, switch, True)
+        yield
+
 
 #: Operations that a selective policy is not asked about.
 sac_ignored_operations = torch_checkpoint.SAC_IGNORED_OPS

@@ -7,8 +7,10 @@ import torch
 from models import Scale, assert_same, gradients
 from torch import fx
 from torch.utils.checkpoint import checkpoint
+from version_differences import needs
 
 import hops
+from hops._torch import graph_capture_for_export
 
 FUNCTION = torch.ops.higher_order.autograd_function_apply
 REGION = torch.ops.higher_order.tag_activation_checkpoint
@@ -177,12 +179,10 @@ def test_what_no_torch_writes_is_refused_by_the_name_of_the_node():
         hops.canonicalize(flat)
 
 
+@needs("dynamo_graph_capture")
 def test_a_lean_capture_keeps_its_parameters_and_runs():
-    functional_export = pytest.importorskip("torch._dynamo.functional_export")
-    if not hasattr(functional_export, "dynamo_graph_capture_for_export"):
-        pytest.skip("this torch has no lean capture")
     model, x = Model(), torch.randn(4, 3)
-    captured = functional_export.dynamo_graph_capture_for_export(model)(x)
+    captured = graph_capture_for_export()(model)(x)
     canonical = hops.canonicalize(captured)
     assert_canonical(canonical)
     names = [name for name, _ in captured.named_parameters()]
