@@ -12,6 +12,14 @@ from fnmatch import fnmatchcase
 import torch
 
 
+def _numbers(version: str) -> tuple[int, ...]:
+    """Major and minor number: as text, 2.10 would come before 2.6."""
+    return tuple(map(int, version.split(".")[:2]))
+
+
+VERSION = _numbers(torch.__version__)
+
+
 @dataclass(frozen=True)
 class Difference:
     """Tests of one case that fail for one reason.
@@ -36,7 +44,7 @@ class Difference:
             self.case == case
             and fnmatchcase(test, self.test)
             and any(fnmatchcase(run, pattern) for pattern in self.runs)
-            and self.since <= torch.__version__ < self.before
+            and _numbers(self.since) <= VERSION < _numbers(self.before)
         )
 
 
