@@ -50,9 +50,13 @@ NO_PIP_CONFIGURATION = {"PIP_CONFIG_FILE": os.devnull}
 # Two workers; all tests of one parity case on one of them.
 PARALLEL = ["-n", "2", "--dist", "loadgroup"]
 
-# tests/parity/expected_differences.py lists what torch 2.13.0 cannot do; the lists of the other
-# versions are not complete.
+# tests/parity/expected_differences.py lists what these torch versions cannot do; the lists of the
+# others are not complete.
+PARITY_VERSIONS = (DEFAULT_TORCH_VERSION, "2.15.0")
 WITHOUT_PARITY = ["--ignore=tests/parity"]
+# On a submission the versions other than the default replay each case directly only: the copies,
+# files and compilations take most of the time.
+ONLY_DIRECTLY = ["--parity-replays=module"]
 
 nox.options.sessions = [f"tests-{DEFAULT_TORCH_VERSION}"]
 
@@ -94,11 +98,18 @@ def run_suite(session: nox.Session, torch_version: str, *options: str) -> None:
             shutil.rmtree(environment, ignore_errors=True)
 
 
+def parity_options(torch_version: str) -> list[str]:
+    """How much of tests/parity a session runs."""
+    if torch_version not in PARITY_VERSIONS:
+        return WITHOUT_PARITY
+    is_short = torch_version != DEFAULT_TORCH_VERSION and os.environ.get("HOPS_SHORT_PARITY")
+    return ONLY_DIRECTLY if is_short else []
+
+
 def add_session(torch_version: str) -> None:
     @nox.session(name=f"tests-{torch_version}")
     def tests(session: nox.Session) -> None:
-        is_default = torch_version == DEFAULT_TORCH_VERSION
-        run_suite(session, torch_version, *(() if is_default else WITHOUT_PARITY))
+        run_suite(session, torch_version, *parity_options(torch_version))
 
     tests.__doc__ = f"Run the suite on torch {torch_version}."
 

@@ -10,6 +10,14 @@ from version_differences import counted
 import hops  # noqa: F401
 
 
+def pytest_addoption(parser):
+    # Here, and not beside what it acts on: pytest reads options from the outermost conftest only.
+    parser.addoption(
+        "--parity-replays",
+        help="only these replays of the cases of tests/parity, with commas between; all by default",
+    )
+
+
 def _fits_its_message(record):
     """What checkpoint(debug=True) logs does not, at which pytest's handlers raise."""
     return record.name != "LoggingTensor"

@@ -6,7 +6,7 @@ holds nothing that has come to work; pytest counts them as ``xfailed``.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
 import torch
@@ -128,6 +128,21 @@ DIFFERENCES: tuple[Difference, ...] = (
         "the same of a tensor that only a global holds",
         runs=("dynamo_capture-retrace",),
     ),
+)
+
+#: What Dynamo says by itself of models that it does not read as far as the call or after it.
+REFUSED_BY_DYNAMO = (
+    Difference("a_function_defined_in_forward", "a class in forward"),
+    Difference("a_parameter_through_a_closure", "a class in forward"),
+    Difference("only_a_captured_parameter_requires_grad", "a class in forward"),
+    Difference("an_intermediate_and_a_buffer_through_a_closure", "a class in forward"),
+    Difference("dict_output", "an exception in the model"),
+    Difference("mutable_class_state", "an attribute set on a class"),
+    Difference("outputs_that_the_model_asks_about", "grad_fn of a tensor"),
+)
+DIFFERENCES += tuple(
+    replace(entry, runs=("dynamo_capture-*",), reason=f"Dynamo's own error: {entry.reason}")
+    for entry in REFUSED_BY_DYNAMO
 )
 
 
