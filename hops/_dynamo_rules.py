@@ -29,6 +29,7 @@ from hops._capture_function import function_name
 from hops._changes import Changes
 from hops._dynamo_errors import naming
 from hops._dynamo_functions import capture_by_running, installed_name
+from hops._dynamo_modules import separate_shared_modules
 from hops._dynamo_policies import known_context_fn
 from hops._dynamo_regions import MARKS, fold_regions, trace_region
 from hops._policy import region_name
@@ -186,6 +187,7 @@ def call_user_compiler(stock: Callable[..., Any]) -> Callable[..., Any]:
     def call_user_compiler(self: Any, gm: fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
         if self.export:
             fold_regions(gm)
+            separate_shared_modules(gm)
         return stock(self, gm, *args, **kwargs)
 
     return call_user_compiler
