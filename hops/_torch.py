@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from typing import Any
 
@@ -44,7 +44,10 @@ from torch.fx.experimental.proxy_tensor import (
     get_proxy_mode,
     track_tensor_tree,
 )
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._python_dispatch import (
+    _get_current_dispatch_mode_stack,
+    is_traceable_wrapper_subclass,
+)
 
 from hops._threads import captures_on_this_thread
 from hops._torch_checkpoint import (
@@ -127,6 +130,7 @@ __all__ = [
     "tag_for_partitioner",
     "torch_checkpoint",
     "top_saved_tensors_hooks",
+    "trace_is_plain",
     "track_tensor_tree",
     "transform_functions",
     "transformed_tensor_requires_grad",
@@ -195,6 +199,18 @@ def pre_dispatch_tracer() -> Any:
     if mode is None or not mode.pre_dispatch or not mode.enable_tracing:
         return None
     return None if non_strict_tracing() else mode.tracer
+
+
+def trace_is_plain(targets: Iterable[Any]) -> bool:
+    """Whether a trace of these operations on fake tensors records them as they are: no mode of
+    the user's looks on, and the trace decomposes none of them."""
+    decomposed = proxy_tensor._CURRENT_MAKE_FX_TRACER.decomposition_table
+    modes = _get_current_dispatch_mode_stack()
+    return (
+        torch._C._len_torch_function_stack() == 0
+        and all(isinstance(mode, FakeTensorMode) for mode in modes)
+        and not any(target in decomposed for target in targets)
+    )
 
 
 def _post_dispatch_proxy_mode() -> Any:
