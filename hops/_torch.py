@@ -85,6 +85,7 @@ __all__ = [
     "SymbolicValues",
     "TRANSFORMS",
     "any_requires_grad",
+    "aot_entries",
     "autocast_disabled",
     "below_autograd",
     "functions_with_effects",
@@ -211,6 +212,14 @@ def trace_is_plain(targets: Iterable[Any]) -> bool:
         and all(isinstance(mode, FakeTensorMode) for mode in modes)
         and not any(target in decomposed for target in targets)
     )
+
+
+def aot_entries(aot_autograd: Any) -> list[tuple[str, int]]:
+    """The functions of AOTAutograd that are handed what it compiles, to analyse or to trace it,
+    and the position of that among their arguments."""
+    if hasattr(aot_autograd, "create_aot_state"):
+        return [("create_aot_state", 1), ("aot_stage1_graph_capture", 1)]
+    return [("create_aot_dispatcher_function", 0)]
 
 
 def _post_dispatch_proxy_mode() -> Any:
