@@ -205,7 +205,8 @@ def pre_dispatch_tracer() -> Any:
 def trace_is_plain(targets: Iterable[Any]) -> bool:
     """Whether a trace of these operations on fake tensors records them as they are: no mode of
     the user's looks on, and the trace decomposes none of them."""
-    decomposed = proxy_tensor._CURRENT_MAKE_FX_TRACER.decomposition_table
+    tracer = proxy_tensor._CURRENT_MAKE_FX_TRACER
+    decomposed = tracer.decomposition_table
     modes = _get_current_dispatch_mode_stack()
     return (
         torch._C._len_torch_function_stack() == 0
