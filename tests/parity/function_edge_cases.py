@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from function_cases import Model, Model2, Scale, Triple, case, tensor
 from torch import nn
+from torch._higher_order_ops.scan import scan
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
@@ -209,6 +210,24 @@ def views_of_several_outputs_beside_a_view_by_a_function():
     def body(self, x):
         base = (x * self.weight).sin()
         return (*base.unbind(), _Flat.apply(base))
+
+    return Model(body), (tensor(),)
+
+
+# ------------------------------------------------- Arguments that another operator gives
+
+
+# In eager scan is a Function too.
+@case(calls=2)
+def on_what_scan_gives():
+    """In the trace the outputs of scan do not require grad, as they do in eager."""
+
+    def body(self, x):
+        def step(carry, row):
+            return carry + row.sin(), carry * row
+
+        last, rows = scan(step, self.weight.cos(), x * self.weight)
+        return Triple.apply(last), Scale.apply(rows.sin(), last)
 
     return Model(body), (tensor(),)
 
