@@ -145,8 +145,19 @@ def _own_body(output: OutputGraph, body: fx.GraphModule) -> fx.GraphModule:
     copies = vars(output).setdefault(_COPIES, {})
     if id(body) not in copies:
         tensors = (*body.parameters(), *body.buffers())
-        copies[id(body)] = (body, copy.deepcopy(body, {id(tensor): tensor for tensor in tensors}))
+        own = copy.deepcopy(body, {id(tensor): tensor for tensor in tensors})
+        _forget_sizes(own)
+        copies[id(body)] = (body, own)
     return copies[id(body)][1]
+
+
+def _forget_sizes(body: fx.GraphModule) -> None:
+    """Sizes that depend on values have names in the ShapeEnv of their capture, which Dynamo
+    would look up in its own."""
+    for module in body.modules():
+        if isinstance(module, fx.GraphModule):
+            for node in module.graph.nodes:
+                node.meta.pop("unbacked_bindings", None)
 
 
 def make_variable(stock: Callable[..., Any]) -> Callable[..., Any]:
