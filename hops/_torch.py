@@ -24,6 +24,7 @@ from torch._functorch import autograd_function as stock_autograd_function
 from torch._guards import detect_fake_mode
 from torch._higher_order_ops import wrap as stock_wrap
 from torch._higher_order_ops.utils import reenter_make_fx
+from torch._library.fake_class_registry import FakeScriptObject
 from torch._ops import HigherOrderOperator
 from torch._subclasses.fake_tensor import (
     FakeTensor,
@@ -213,6 +214,15 @@ def trace_is_plain(targets: Iterable[Any]) -> bool:
         and all(isinstance(mode, FakeTensorMode) for mode in modes)
         and not any(target in decomposed for target in targets)
     )
+
+
+def real_object(value: Any) -> Any:
+    """What a fake object of Dynamo's stands for, a process group or a generator say, or None.
+
+    Not an object of TorchScript, whose methods a trace records as operations.
+    """
+    real = getattr(value, "real_obj", None) if isinstance(value, FakeScriptObject) else None
+    return None if isinstance(real, torch.ScriptObject) else real
 
 
 def aot_entries(aot_autograd: Any) -> list[tuple[str, int]]:
