@@ -113,6 +113,7 @@ def as_a_function(function):
     return lambda h: Drawing.apply(h, function)
 
 
+@needs("generators_in_traces")
 @pytest.mark.parametrize("way", [as_a_region, as_a_function])
 @pytest.mark.parametrize("function", [made_inside, seeded_inside])
 def test_a_generator_that_captured_code_makes_or_seeds_is_refused(function, way):
@@ -121,6 +122,7 @@ def test_a_generator_that_captured_code_makes_or_seeds_is_refused(function, way)
         torch.export.export(model, (torch.ones(2, 3),), strict=False)
 
 
+@needs("generators_in_traces")
 # A region is read by Dynamo under strict, which takes no generator at all.
 @pytest.mark.parametrize(
     "way, strict", [(as_a_region, False), (as_a_function, False), (as_a_function, True)]

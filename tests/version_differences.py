@@ -65,6 +65,10 @@ FEATURES = {
         "telling which hooks act on what is saved for backward",
         top_saved_tensors_hooks is not None,
     ),
+    "generators_in_traces": Feature(
+        "a pre-dispatch trace of an operation that is handed a generator",
+        VERSION >= (2, 13),
+    ),
     "node_names_in_files": Feature(
         "names of nodes in the files of exported programs",
         "name" in schema.Node.__dataclass_fields__,
