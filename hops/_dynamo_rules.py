@@ -145,8 +145,19 @@ def _own_body(output: OutputGraph, body: fx.GraphModule) -> fx.GraphModule:
     copies = vars(output).setdefault(_COPIES, {})
     if id(body) not in copies:
         tensors = (*body.parameters(), *body.buffers())
-        copies[id(body)] = (body, copy.deepcopy(body, {id(tensor): tensor for tensor in tensors}))
+        own = copy.deepcopy(body, {id(tensor): tensor for tensor in tensors})
+        _forget_sizes_bound(own)
+        copies[id(body)] = (body, own)
     return copies[id(body)][1]
+
+
+def _forget_sizes_bound(body: fx.GraphModule) -> None:
+    """A body says which sizes its operations make out of values, in symbols of the trace that
+    captured it.  This trace does not know them, and looks them up to write its checks."""
+    for module in body.modules():
+        if isinstance(module, fx.GraphModule):
+            for node in module.graph.nodes:
+                node.meta.pop("unbacked_bindings", None)
 
 
 def make_variable(stock: Callable[..., Any]) -> Callable[..., Any]:
