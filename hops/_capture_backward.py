@@ -168,7 +168,7 @@ class BackwardCapture:
     def _run(self, backward: Callable[..., Any], ctx: Any, gradients: list[Any], watch: Any) -> Any:
         try:
             lines = lines_recorded(self.tracer, sys._getframe(), always=False)
-            with running_as_a_graph(f"{self.call.name}.backward"), lines:
+            with running_as_a_graph(f"{self.call.name}.backward", watch.reachable), lines:
                 returned = backward(ctx, *gradients)
         except (CaptureError, KeyboardInterrupt, MemoryError, torch.OutOfMemoryError):
             watch.undo()

@@ -155,11 +155,13 @@ class _Call:
         if isinstance(value, fx.GraphModule):
             name = installed_name(self.tx, value, prefix.rstrip("_"))
             return self.tx.output.create_proxy("get_attr", name, (), {})
-        if not isinstance(value, torch.Tensor):
+        if isinstance(value, torch.ScriptObject):
             raise CaptureError(
                 f"hops: {self.name} uses a {_kind(value)}, which strict capture cannot write "
                 "into its graph. Capture with strict=False."
             )
+        if not isinstance(value, torch.Tensor):
+            return _constant_object(self.tx, value)
         return self._free_tensor(value)
 
     def _free_tensor(self, value: torch.Tensor) -> Any:
@@ -262,6 +264,17 @@ def _constant(tx: Any, tensor: torch.Tensor) -> Any:
         modules[name] = tensor
     proxy = tx.output.root_tracer.create_proxy("get_attr", name, (), {})
     set_example_value(proxy.node, tx.output.fake_mode.from_tensor(tensor, static_shapes=True))
+    return proxy
+
+
+def _constant_object(tx: Any, value: Any) -> Any:
+    """An object that is no tensor, a generator say, likewise."""
+    modules = tx.output.nn_modules
+    name = f"captured_constant_{len(modules)}"
+    modules[name] = value
+    proxy = tx.output.root_tracer.create_proxy("get_attr", name, (), {})
+    # torch.export takes an attribute without a value for a tensor.
+    proxy.node.meta["val"] = value
     return proxy
 
 

@@ -146,14 +146,14 @@ def _own_body(output: OutputGraph, body: fx.GraphModule) -> fx.GraphModule:
     if id(body) not in copies:
         tensors = (*body.parameters(), *body.buffers())
         own = copy.deepcopy(body, {id(tensor): tensor for tensor in tensors})
-        _forget_sizes_bound(own)
+        _forget_sizes(own)
         copies[id(body)] = (body, own)
     return copies[id(body)][1]
 
 
-def _forget_sizes_bound(body: fx.GraphModule) -> None:
-    """A body says which sizes its operations make out of values, in symbols of the trace that
-    captured it.  This trace does not know them, and looks them up to write its checks."""
+def _forget_sizes(body: fx.GraphModule) -> None:
+    """Sizes that depend on values have names in the ShapeEnv of their capture, which Dynamo
+    would look up in its own."""
     for module in body.modules():
         if isinstance(module, fx.GraphModule):
             for node in module.graph.nodes:

@@ -24,6 +24,7 @@ from torch._functorch import autograd_function as stock_autograd_function
 from torch._guards import detect_fake_mode
 from torch._higher_order_ops import wrap as stock_wrap
 from torch._higher_order_ops.utils import reenter_make_fx
+from torch._library.fake_class_registry import FakeScriptObject
 from torch._ops import HigherOrderOperator
 from torch._subclasses.fake_tensor import (
     FakeTensor,
@@ -85,6 +86,7 @@ __all__ = [
     "SymbolicValues",
     "TRANSFORMS",
     "any_requires_grad",
+    "aot_entries",
     "autocast_disabled",
     "below_autograd",
     "functions_with_effects",
@@ -204,13 +206,31 @@ def pre_dispatch_tracer() -> Any:
 def trace_is_plain(targets: Iterable[Any]) -> bool:
     """Whether a trace of these operations on fake tensors records them as they are: no mode of
     the user's looks on, and the trace decomposes none of them."""
-    decomposed = proxy_tensor._CURRENT_MAKE_FX_TRACER.decomposition_table
+    tracer = proxy_tensor._CURRENT_MAKE_FX_TRACER
+    decomposed = tracer.decomposition_table
     modes = _get_current_dispatch_mode_stack()
     return (
         torch._C._len_torch_function_stack() == 0
         and all(isinstance(mode, FakeTensorMode) for mode in modes)
         and not any(target in decomposed for target in targets)
     )
+
+
+def real_object(value: Any) -> Any:
+    """What a fake object of Dynamo's stands for, a process group or a generator say, or None.
+
+    Not an object of TorchScript, whose methods a trace records as operations.
+    """
+    real = getattr(value, "real_obj", None) if isinstance(value, FakeScriptObject) else None
+    return None if isinstance(real, torch.ScriptObject) else real
+
+
+def aot_entries(aot_autograd: Any) -> list[tuple[str, int]]:
+    """The functions of AOTAutograd that are handed what it compiles, to analyse or to trace it,
+    and the position of that among their arguments."""
+    if hasattr(aot_autograd, "create_aot_state"):
+        return [("create_aot_state", 1), ("aot_stage1_graph_capture", 1)]
+    return [("create_aot_dispatcher_function", 0)]
 
 
 def _post_dispatch_proxy_mode() -> Any:

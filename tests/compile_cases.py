@@ -285,6 +285,41 @@ def both_of_two_non_differentiable():
 # ------------------------------------------------------------------------------------ torch.func
 
 
+class Flat(Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.view(-1)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad.view(2, 3) * 3
+
+
+@case()
+def a_view_beside_its_base():
+    def function(x):
+        base = x.sin()
+        return Flat.apply(base), base
+
+    return function, (leaf(2, 3),)
+
+
+class AndAView(Function):
+    @staticmethod
+    def forward(ctx, x):
+        doubled = x * 2
+        return doubled, doubled.view(-1)
+
+    @staticmethod
+    def backward(ctx, grad, grad_of_view):
+        return grad * 5 + grad_of_view.view(2, 3) * 7
+
+
+@case()
+def outputs_that_are_views_of_each_other():
+    return lambda x: AndAView.apply(x.sin()), (leaf(2, 3),)
+
+
 class Doubled(Function):
     """New style; its backward is twice the derivative."""
 
