@@ -128,8 +128,28 @@ def leading(h):
     return Leading.apply(h.flatten(), torch.tensor(2))
 
 
+class DividedWherePositive(torch.autograd.Function):
+    """Of which the backward alone makes a size out of values, to read and write by a mask."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return (x >= 0).to(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        (x,) = ctx.saved_tensors
+        grad, mask = grad.clone(), x > 0
+        grad[mask] = grad[mask] / x[mask]
+        return grad
+
+
+def dividing(h):
+    return DividedWherePositive.apply(h)
+
+
 @needs("data_dependent_break")
-@pytest.mark.parametrize("function", [selecting_in_a_region, selecting, leading])
+@pytest.mark.parametrize("function", [selecting_in_a_region, selecting, leading, dividing])
 def test_sizes_that_depend_on_values_leave_the_compiled_graph(function):
     class Selecting(FunctionModel):
         def forward(self, x):
