@@ -18,6 +18,7 @@ from torch._dynamo import symbolic_convert, trace_rules
 from torch._dynamo.exc import Unsupported
 from torch._dynamo.output_graph import OutputGraph
 from torch._dynamo.variables.builder import wrap_fx_proxy
+from torch._dynamo.variables.functions import UserMethodVariable
 from torch._dynamo.variables.higher_order_ops import (
     CheckpointHigherOrderVariable,
     TorchHigherOrderOperatorVariable,
@@ -35,6 +36,7 @@ from hops._policy import region_name
 from hops._torch import (
     functions_with_effects,
     is_data_dependence,
+    python_apply,
     stock_autograd_function_apply,
     stock_tag_activation_checkpoint,
     torch_checkpoint,
@@ -190,6 +192,24 @@ def call_apply_under_export(stock: Callable[..., Any]) -> Callable[..., Any]:
     return call_apply
 
 
+def call_kept_apply_under_export(stock: Callable[..., Any]) -> Callable[..., Any]:
+    """``UserMethodVariable.call_function``; under export the ``apply`` of a Function that a
+    module keeps as an attribute is a call of the Function.
+
+    Dynamo knows it so where it is a global; here it reads the Python inside, in which torch
+    2.10 and 2.11 find a ``setup_context`` of which they do not know the type.
+    """
+
+    @functools.wraps(stock)
+    def call_function(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+        is_apply = self.fn is python_apply and isinstance(self.obj, AutogradFunctionVariable)
+        if tx.output.export and is_apply:
+            return self.obj.call_method(tx, "apply", args, kwargs)
+        return stock(self, tx, args, kwargs)
+
+    return call_function
+
+
 def call_user_compiler(stock: Callable[..., Any]) -> Callable[..., Any]:
     """``OutputGraph.call_user_compiler``, which gets the complete graph."""
 
@@ -228,6 +248,7 @@ def patch(changes: Changes) -> None:
         lambda _: staticmethod(make_variable(TorchHigherOrderOperatorVariable.make)),
     )
     changes.attribute(AutogradFunctionVariable, "call_apply", call_apply_under_export)
+    changes.attribute(UserMethodVariable, "call_function", call_kept_apply_under_export)
     changes.attribute(OutputGraph, "call_user_compiler", call_user_compiler)
     changes.members(functions_with_effects(), MARKS)
     _dynamo_compile.patch(changes)

@@ -295,6 +295,9 @@ def native_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
     return apply_unwrapped
 
 
+#: What ``apply`` runs where it is Python (up to 2.13), else None.
+python_apply = getattr(vars(torch.autograd.Function).get("apply"), "__func__", None)
+
 below_autograd = torch._C._AutoDispatchBelowAutograd
 autocast_disabled = torch._C._DisableAutocast
 
