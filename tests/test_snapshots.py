@@ -57,7 +57,7 @@ class body:
             return (dropout,)"""  # noqa: E501
 
 
-#: What Dynamo of torch 2.10 on writes of a Function; 2.6 to 2.9 wrote it with a placeholder for
+#: What Dynamo of torch 2.11 on writes of a Function; 2.6 to 2.10 wrote it with a placeholder for
 #: ``ctx``, a mask of the tensor arguments and other names, and the saved values in a list.
 #: hops keeps stock's text of these graphs, so this one differs between versions.
 FUNCTION_IN_TORCH_IR = """\
