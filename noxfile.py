@@ -58,12 +58,19 @@ WITHOUT_PARITY = ["--ignore=tests/parity"]
 # files and compilations take most of the time.
 ONLY_DIRECTLY = ["--parity-replays=module"]
 
+# timm needs torchvision, each of which goes with one torch; the registry has one for this torch,
+# and none for the build of 2.13.0 that `make packages` uses.
+TIMM_TORCH_VERSION = "2.14.1"
+TIMM_CASES = ["tests/packages/test_models.py", "-k", "timm"]
+
 nox.options.sessions = [f"tests-{DEFAULT_TORCH_VERSION}"]
 
 remove_environments = bool(os.environ.get("CI"))
 
 
-def run_suite(session: nox.Session, torch_version: str, *options: str) -> None:
+def run_suite(
+    session: nox.Session, torch_version: str, *options: str, extras: str = "test"
+) -> None:
     """Install torch ``torch_version`` and this package, run pytest with the session's arguments."""
     environment = Path(session.virtualenv.location)
     pip_env = {} if torch_version == DEFAULT_TORCH_VERSION else NO_PIP_CONFIGURATION
@@ -72,7 +79,7 @@ def run_suite(session: nox.Session, torch_version: str, *options: str) -> None:
         session.install("--no-cache-dir", f"torch=={torch_version}", env=pip_env, silent=False)
         # setuptools packs what an earlier build left there, also files deleted since.
         shutil.rmtree("build", ignore_errors=True)
-        session.install(".[test]", env=pip_env)
+        session.install(f"torch=={torch_version}", f".[{extras}]", env=pip_env)
         # -I: the installed packages, not those in the current directory.
         session.run(
             "python",
@@ -116,6 +123,13 @@ def add_session(torch_version: str) -> None:
 
 for version in TORCH_VERSIONS:
     add_session(version)
+
+
+@nox.session(name=f"timm-{TIMM_TORCH_VERSION}")
+def timm(session: nox.Session) -> None:
+    """Run the cases of tests/packages with timm's models, on the torch that torchvision needs."""
+    session.env["PYTHONPATH"] = os.pathsep.join(["tests", "tests/parity"])
+    run_suite(session, TIMM_TORCH_VERSION, *TIMM_CASES, extras="test,timm")
 
 
 def add_python_session(python: str) -> None:

@@ -131,6 +131,12 @@ class _CapturedFunction(torch.autograd.Function):
         return (*results[: form.num_inputs], None, None)
 
 
+def is_captured_function(node: Any) -> bool:
+    """Whether a node of autograd is that of a replayed call."""
+    function = getattr(type(node), "_forward_cls", None)
+    return isinstance(function, type) and issubclass(function, _CapturedFunction)
+
+
 def _mark(ctx: Any, form: CallForm, outputs: Sequence[Any]) -> None:
     """What the user told ``ctx`` of outputs and gradients."""
     options = form.options

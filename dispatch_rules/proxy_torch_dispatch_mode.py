@@ -33,6 +33,7 @@ from hops._torch import (
     set_grad_enabled_silently,
     unbacked_symbols_bound,
 )
+from hops._traced_bodies import copied_if_traced
 from hops.autograd_function_apply import CallForm, node_options
 from hops.errors import CaptureError
 from hops.tag_activation_checkpoint import CONTEXT_FN
@@ -50,26 +51,8 @@ def autograd_function_apply(mode: Any, fwd: Any, bwd: Any, *operands: Any, **opt
         return result
     operands, actual = _with_written_copied(operands, versions), operands
     form = CallForm(fwd, bwd, operands, options)
-    if "num_outputs" not in options:
-        form.run = _run_dynamo_body
-    with unbacked_symbols_bound(detect_fake_mode(operands)), set_grad_enabled_silently(False):
-        outputs, saved = form.forward(operands)
+    num_outputs, bodies = _copied_bodies(form, operands) or _traced_bodies(form, operands)
     tracer = mode.tracer
-    num_outputs = len(outputs)
-    bodies = {
-        "fwd": _retrace(_flat_forward(form), operands, grad_mode=False),
-    }
-    gradients = [torch.ones_like(v) for v in outputs if isinstance(v, torch.Tensor)]
-    for key, body in [("bwd", bwd), *_other_backwards(options)]:
-        with autocast_disabled():
-            backward = _flat_backward(form, body, outputs, len(operands))
-            bodies[key] = _retrace_backward(backward, (*gradients, *saved))
-    if is_kept(function_operator.autograd_function_apply):
-        for key, traced in bodies.items():
-            if key != "fwd":
-                _refuse_writes_into_saved(form.name, traced, len(gradients))
-            values = operands if key == "fwd" else (*gradients, *saved)
-            bodies[key] = _functional(traced, values, grad_mode=key != "fwd")
     nodes = {
         key: _register(tracer, "fwd_body_" if key == "fwd" else "bwd_body_", body)
         for key, body in bodies.items()
@@ -92,6 +75,45 @@ def autograd_function_apply(mode: Any, fwd: Any, bwd: Any, *operands: Any, **opt
         visible,
     )
     return result
+
+
+def _copied_bodies(
+    form: CallForm, operands: Sequence[Any]
+) -> tuple[int, dict[str, fx.GraphModule]] | None:
+    """What :func:`_traced_bodies` gives, where the bodies are that already."""
+    if form.num_outputs is None or is_kept(function_operator.autograd_function_apply):
+        return None
+    bodies = {"fwd": form.fwd, **_backwards(form)}
+    copies = copied_if_traced(bodies.values(), operands)
+    return None if copies is None else (form.num_outputs, dict(zip(bodies, copies)))
+
+
+def _traced_bodies(
+    form: CallForm, operands: Sequence[Any]
+) -> tuple[int, dict[str, fx.GraphModule]]:
+    """The number of outputs, and the bodies in ATen form by the keywords of the operator."""
+    if form.num_outputs is None:
+        form.run = _run_dynamo_body
+    with unbacked_symbols_bound(detect_fake_mode(operands)), set_grad_enabled_silently(False):
+        outputs, saved = form.forward(operands)
+    bodies = {"fwd": _retrace(_flat_forward(form), operands, grad_mode=False)}
+    gradients = [torch.ones_like(v) for v in outputs if isinstance(v, torch.Tensor)]
+    for key, body in _backwards(form).items():
+        with autocast_disabled():
+            backward = _flat_backward(form, body, outputs, len(operands))
+            bodies[key] = _retrace_backward(backward, (*gradients, *saved))
+    if is_kept(function_operator.autograd_function_apply):
+        for key, traced in bodies.items():
+            if key != "fwd":
+                _refuse_writes_into_saved(form.name, traced, len(gradients))
+            values = operands if key == "fwd" else (*gradients, *saved)
+            bodies[key] = _functional(traced, values, grad_mode=key != "fwd")
+    return len(outputs), bodies
+
+
+def _backwards(form: CallForm) -> dict[str, Any]:
+    others = {k: v for k, v in form.options.items() if k.startswith("bwd_without_")}
+    return {"bwd": form.bwd, **others}
 
 
 def _versions(operands: Sequence[Any]) -> list[int | None]:
@@ -126,10 +148,6 @@ def _copied(tensor: torch.Tensor) -> torch.Tensor:
 
 def _run_dynamo_body(body: Any, arguments: Sequence[Any]) -> Any:
     return function_operator.BodyInterpreter(body).run(*arguments)
-
-
-def _other_backwards(options: dict[str, Any]) -> list[tuple[str, Any]]:
-    return [(k, v) for k, v in options.items() if k.startswith("bwd_without_")]
 
 
 def _flat_forward(form: CallForm) -> Callable[..., Any]:

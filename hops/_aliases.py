@@ -12,6 +12,7 @@ unknown tensor is looked up there.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -25,11 +26,17 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from hops._subgraph import track
 from hops._torch import (
     FakeTensor,
+    HigherOrderOperator,
     disable_proxy_modes_tracing,
     is_transformed,
     statically_known_true,
+    stock_autograd_function_apply,
+    stock_tag_activation_checkpoint,
     without_torch_functions,
 )
+
+#: Their rules say what requires grad.
+_OWN = (stock_autograd_function_apply, stock_tag_activation_checkpoint)
 
 
 @dataclass(frozen=True)
@@ -69,6 +76,7 @@ class KnownTensors(WeakTensorKeyDictionary):
     def __init__(self, known: Any) -> None:
         self._views: dict[int, list[_View]] = {}
         self._bodies: list[Replaced] = []
+        self._differentiable: set[fx.Node] = set()
         super().__init__()
         for tensor, slot in known.items():
             self[tensor] = slot
@@ -77,8 +85,33 @@ class KnownTensors(WeakTensorKeyDictionary):
         for body in self._bodies:
             body.replacing(tensor, self.get(tensor))
         super().__setitem__(tensor, slot)
+        node = slot.proxy.node
+        if not tensor.requires_grad and self._loses_gradient(tensor, node):
+            with without_torch_functions():
+                tensor.requires_grad_()
+        self.differentiable(tensor, node)
         if has_storage(tensor):
             self.note(tensor, slot.proxy)
+
+    def differentiable(self, tensor: torch.Tensor, node: fx.Node) -> fx.Node:
+        """``node``, which stands for ``tensor``, noted if it requires grad."""
+        if tensor.requires_grad:
+            self._differentiable.add(node)
+        return node
+
+    def _loses_gradient(self, tensor: torch.Tensor, node: fx.Node) -> bool:
+        """Whether an operator of torch gave out, in the trace, a tensor that requires grad in
+        eager and not here: ``scan`` does.  A Function on it would be taken for one that records
+        nothing."""
+        call = node.args[0] if node.target is operator.getitem else node
+        return (
+            isinstance(call, fx.Node)
+            and isinstance(call.target, HigherOrderOperator)
+            and call.target not in _OWN
+            and torch.is_grad_enabled()
+            and (tensor.is_floating_point() or tensor.is_complex())
+            and not self._differentiable.isdisjoint(call.all_input_nodes)
+        )
 
     @contextmanager
     def recording(self, graph: fx.Graph) -> Iterator[Replaced]:
@@ -184,7 +217,7 @@ def knowing_aliases(tracer: Any, create_arg: Callable[[Any], Any]) -> Callable[[
         # Outside of autograd a real tensor that is not known is a constant of the user's.
         if not isinstance(value, FakeTensor) and torch._C._current_graph_task_id() == -1:
             known.note_constant(value)
-            return create_arg(value)
+            return known.differentiable(value, create_arg(value))
         source, layout = known.find(value)
         if source is None:
             known.note_constant(value)

@@ -192,7 +192,13 @@ def tidy_graph(graph: fx.Graph) -> None:
             node.meta.setdefault("val", None)
         stack = node.meta.get("nn_module_stack")
         if stack:
-            node.meta["nn_module_stack"] = _without_export_root(stack)
+            named = {key: (path, _class_name(kind)) for key, (path, kind) in stack.items()}
+            node.meta["nn_module_stack"] = _without_export_root(named)
+
+
+def _class_name(kind: Any) -> str:
+    """A class as the module stacks of exported programs name it."""
+    return f"{kind.__module__}.{kind.__qualname__}" if isinstance(kind, type) else kind
 
 
 _EXPORT_ROOT = "_export_root"

@@ -33,7 +33,7 @@ def canonicalize(graph_module: fx.GraphModule) -> fx.GraphModule:
 
     Made for the graphs that a backend of ``torch.compile`` gets and those of files and tools
     that kept them: bodies with a leading placeholder for ``ctx`` and ``args_tensor_mask``
-    (torch 2.6 to 2.9), or a nested output and no count of outputs (2.10 on).  Afterwards
+    (torch 2.6 to 2.10), or a nested output and no count of outputs (2.11 on).  Afterwards
     every ``autograd_function_apply`` has ``name``, ``num_outputs`` and ``num_inputs``, gives a
     tuple, and has bodies without ctx that give flat tuples; every
     ``tag_activation_checkpoint`` has ``form`` and all options.  Bodies inside bodies too.

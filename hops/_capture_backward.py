@@ -6,6 +6,7 @@ right after it, from the very values that the forward left on its context.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -16,6 +17,7 @@ from torch import fx
 from hops._body import crosses_as_tensor, drop_grad_switches, pack_number
 from hops._random_state import own_random_states
 from hops._refusals import running_as_a_graph
+from hops._source_lines import lines_recorded
 from hops._subgraph import (
     Recording,
     leaf_tensors,
@@ -165,7 +167,8 @@ class BackwardCapture:
 
     def _run(self, backward: Callable[..., Any], ctx: Any, gradients: list[Any], watch: Any) -> Any:
         try:
-            with running_as_a_graph(f"{self.call.name}.backward"):
+            lines = lines_recorded(self.tracer, sys._getframe(), always=False)
+            with running_as_a_graph(f"{self.call.name}.backward", watch.reachable), lines:
                 returned = backward(ctx, *gradients)
         except (CaptureError, KeyboardInterrupt, MemoryError, torch.OutOfMemoryError):
             watch.undo()

@@ -100,7 +100,7 @@ def _capture_region(
     watch = Watch(name, [function], (*args, *kwargs.values()))
 
     def run() -> Any:
-        with running_as_a_graph(name):
+        with running_as_a_graph(name, watch.reachable):
             result = function(*args, **kwargs)
         watch.report()
         return result

@@ -179,7 +179,7 @@ class _Capture:
         with self.tracer.tensor_tracker.recording(self.forward.graph) as replaced:
             watch = self.watch("forward", self._user_forward(), self.args)
             with self.forward.active(), AssignedBuffers() as assigned:
-                with running_as_a_graph(self.name):
+                with running_as_a_graph(self.name, watch.reachable):
                     returned = forward()
                 watch.report()
                 slots = list(returned) if isinstance(returned, tuple) else [returned]

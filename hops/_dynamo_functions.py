@@ -11,6 +11,7 @@ written into Dynamo's graph.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
 from typing import Any
@@ -31,11 +32,13 @@ from hops._dynamo_changes import NotPython, new_dict
 from hops._dynamo_python import PythonView
 from hops._dynamo_variables import attribute, module_of, proxy_of
 from hops._effects import effects_told_at_the_end
+from hops._source_lines import add_lines, lines_recorded
 from hops._torch import (
     SYMBOLIC_TYPES,
     FakeTensor,
     fake_conversion_allowed,
     functorch_is_active,
+    pre_dispatch_tracer,
     unbacked_symbols_bound,
 )
 from hops.errors import CaptureError
@@ -106,6 +109,8 @@ class _Call:
                 with maybe_enable_thunkify(), ExitStack() as around:
                     for function_mode in modes:
                         around.enter_context(function_mode)
+                    tracer = pre_dispatch_tracer()
+                    around.enter_context(lines_recorded(tracer, sys._getframe(), always=True))
                     self.returned = self.function.apply(*real_args, **real_kwargs)
                 return self._look()
 
@@ -140,6 +145,8 @@ class _Call:
                 args, kwargs = fx.node.map_arg((node.args, node.kwargs), proxies.__getitem__)
                 proxies[node] = create_proxy(node.op, node.target, args, kwargs)
                 set_example_value(proxies[node].node, node.meta["val"])
+                for body in _bodies(traced, node):
+                    _place(body, proxies[node].node)
         return []
 
     def _attribute(self, node: fx.Node, value: Any) -> Any:
@@ -148,11 +155,13 @@ class _Call:
         if isinstance(value, fx.GraphModule):
             name = installed_name(self.tx, value, prefix.rstrip("_"))
             return self.tx.output.create_proxy("get_attr", name, (), {})
-        if not isinstance(value, torch.Tensor):
+        if isinstance(value, torch.ScriptObject):
             raise CaptureError(
                 f"hops: {self.name} uses a {_kind(value)}, which strict capture cannot write "
                 "into its graph. Capture with strict=False."
             )
+        if not isinstance(value, torch.Tensor):
+            return _constant_object(self.tx, value)
         return self._free_tensor(value)
 
     def _free_tensor(self, value: torch.Tensor) -> Any:
@@ -202,6 +211,23 @@ def _is_graph_value(value: Any) -> bool:
     return isinstance(value, (torch.Tensor, *SYMBOLIC_TYPES))
 
 
+def _bodies(owner: torch.nn.Module, node: fx.Node) -> list[fx.GraphModule]:
+    """The bodies that a call is given."""
+    sources = [n for n in node.all_input_nodes if n.op == "get_attr"]
+    values = [getattr(owner, str(n.target)) for n in sources]
+    return [v for v in values if isinstance(v, fx.GraphModule)]
+
+
+def _place(body: fx.GraphModule, call: fx.Node) -> None:
+    """Let the nodes of a body tell where in the model its call stands."""
+    for node in body.graph.nodes:
+        if node.op == "call_function":
+            add_lines(node, before=call.stack_trace or "")
+            node.meta["nn_module_stack"] = dict(call.meta.get("nn_module_stack", {}))
+            for nested in _bodies(body, node):
+                _place(nested, call)
+
+
 def _kind(value: Any) -> str:
     text = str(value._type()) if isinstance(value, torch.ScriptObject) else type(value).__name__
     return text.rpartition(".")[2]
@@ -238,6 +264,17 @@ def _constant(tx: Any, tensor: torch.Tensor) -> Any:
         modules[name] = tensor
     proxy = tx.output.root_tracer.create_proxy("get_attr", name, (), {})
     set_example_value(proxy.node, tx.output.fake_mode.from_tensor(tensor, static_shapes=True))
+    return proxy
+
+
+def _constant_object(tx: Any, value: Any) -> Any:
+    """An object that is no tensor, a generator say, likewise."""
+    modules = tx.output.nn_modules
+    name = f"captured_constant_{len(modules)}"
+    modules[name] = value
+    proxy = tx.output.root_tracer.create_proxy("get_attr", name, (), {})
+    # torch.export takes an attribute without a value for a tensor.
+    proxy.node.meta["val"] = value
     return proxy
 
 

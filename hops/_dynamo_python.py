@@ -64,6 +64,7 @@ from hops._dynamo_variables import (
     proxy_of,
     replace_contents,
 )
+from hops._torch import real_object
 
 _CELLS = "_hops_cells"
 
@@ -131,7 +132,8 @@ class PythonView:
         if module is not None:
             return self._module(variable, module)
         if isinstance(variable, UserDefinedObjectVariable):
-            return self._instance(variable, variable.value)
+            real = real_object(variable.value)
+            return self._instance(variable, variable.value) if real is None else real
         return self._constant(variable)
 
     def _tensor(self, variable: Any) -> Any:

@@ -18,6 +18,7 @@ from torch._dynamo import symbolic_convert, trace_rules
 from torch._dynamo.exc import Unsupported
 from torch._dynamo.output_graph import OutputGraph
 from torch._dynamo.variables.builder import wrap_fx_proxy
+from torch._dynamo.variables.functions import UserMethodVariable
 from torch._dynamo.variables.higher_order_ops import (
     CheckpointHigherOrderVariable,
     TorchHigherOrderOperatorVariable,
@@ -36,6 +37,7 @@ from hops._policy import region_name
 from hops._torch import (
     functions_with_effects,
     is_data_dependence,
+    python_apply,
     stock_autograd_function_apply,
     stock_tag_activation_checkpoint,
     torch_checkpoint,
@@ -146,8 +148,19 @@ def _own_body(output: OutputGraph, body: fx.GraphModule) -> fx.GraphModule:
     copies = vars(output).setdefault(_COPIES, {})
     if id(body) not in copies:
         tensors = (*body.parameters(), *body.buffers())
-        copies[id(body)] = (body, copy.deepcopy(body, {id(tensor): tensor for tensor in tensors}))
+        own = copy.deepcopy(body, {id(tensor): tensor for tensor in tensors})
+        _forget_sizes(own)
+        copies[id(body)] = (body, own)
     return copies[id(body)][1]
+
+
+def _forget_sizes(body: fx.GraphModule) -> None:
+    """Sizes that depend on values have names in the ShapeEnv of their capture, which Dynamo
+    would look up in its own."""
+    for module in body.modules():
+        if isinstance(module, fx.GraphModule):
+            for node in module.graph.nodes:
+                node.meta.pop("unbacked_bindings", None)
 
 
 def make_variable(stock: Callable[..., Any]) -> Callable[..., Any]:
@@ -178,6 +191,24 @@ def call_apply_under_export(stock: Callable[..., Any]) -> Callable[..., Any]:
             return capture_by_running(tx, self.fn_cls, args, kwargs)
 
     return call_apply
+
+
+def call_kept_apply_under_export(stock: Callable[..., Any]) -> Callable[..., Any]:
+    """``UserMethodVariable.call_function``; under export the ``apply`` of a Function that a
+    module keeps as an attribute is a call of the Function.
+
+    Dynamo knows it so where it is a global; here it reads the Python inside, in which torch
+    2.10 and 2.11 find a ``setup_context`` of which they do not know the type.
+    """
+
+    @functools.wraps(stock)
+    def call_function(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+        is_apply = self.fn is python_apply and isinstance(self.obj, AutogradFunctionVariable)
+        if tx.output.export and is_apply:
+            return self.obj.call_method(tx, "apply", args, kwargs)
+        return stock(self, tx, args, kwargs)
+
+    return call_function
 
 
 def call_user_compiler(stock: Callable[..., Any]) -> Callable[..., Any]:
@@ -219,6 +250,7 @@ def patch(changes: Changes) -> None:
         lambda _: staticmethod(make_variable(TorchHigherOrderOperatorVariable.make)),
     )
     changes.attribute(AutogradFunctionVariable, "call_apply", call_apply_under_export)
+    changes.attribute(UserMethodVariable, "call_function", call_kept_apply_under_export)
     changes.attribute(OutputGraph, "call_user_compiler", call_user_compiler)
     changes.members(functions_with_effects(), MARKS)
     _dynamo_compile.patch(changes)

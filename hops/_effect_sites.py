@@ -170,6 +170,10 @@ class Reachable:
             for owner in list(self.objects.values()):
                 self._look_into(owner)
 
+    def mentions(self, names: frozenset[str]) -> bool:
+        """Whether the code loads one of these names."""
+        return not self._names.isdisjoint(names)
+
     def has_sites(self) -> bool:
         return bool(self._sites) or not _SETS_ANY.isdisjoint(self._names)
 

@@ -14,10 +14,12 @@ from typing import Any
 
 from torch import fx
 
+from dispatch_rules.autograd import is_captured_function
 from hops import _capture_function, _capture_hooks, _native, _tracing
 from hops import autograd_function_apply as function_operator
 from hops import tag_activation_checkpoint as checkpoint_operator
 from hops._aot_metadata import keeping_node_metadata
+from hops._aot_views import hiding_views
 from hops._changes import Changes
 from hops._export_files import (
     forgets_frozen_parameters,
@@ -31,6 +33,7 @@ from hops._sites import Installation, Site
 from hops._threads import annotating_own_capture, one_at_a_time
 from hops._torch import (
     ProxyTorchDispatchMode,
+    aot_entries,
     custom_function_call,
     functions_with_effects,
     proxy_tensor,
@@ -110,6 +113,12 @@ def _patch_functional_export(changes: Changes) -> None:
 def _patch_aot_autograd(changes: Changes) -> None:
     aot_autograd = sys.modules["torch._functorch.aot_autograd"]
     changes.attribute(aot_autograd, "_aot_export_function", keeping_node_metadata)
+
+
+def _patch_aot_entries(changes: Changes) -> None:
+    aot_autograd = sys.modules["torch._functorch.aot_autograd"]
+    for entry, position in aot_entries(aot_autograd):
+        changes.attribute(aot_autograd, entry, hiding_views(position, is_captured_function))
 
 
 def _patch_export(changes: Changes) -> None:
@@ -194,7 +203,8 @@ SITES = (
     ),
     Site(
         "torch._dynamo: TorchHigherOrderOperatorVariable.make, "
-        "AutogradFunctionVariable.call_apply, OutputGraph.call_user_compiler, "
+        "AutogradFunctionVariable.call_apply, UserMethodVariable.call_function, "
+        "OutputGraph.call_user_compiler, "
         "SideEffects.store_attr and mutation, autograd_function_backward_rewritten, "
         "is_torch_inline_allowed",
         "Dynamo cannot read a graph that holds autograd_function_apply, traces the body of a "
@@ -217,6 +227,14 @@ SITES = (
         "aot_export_module traces its joint graph a second time and drops what the first "
         "trace wrote on the nodes: recompute, ac_graph_id",
         _patch_aot_autograd,
+        module="torch._functorch.aot_autograd",
+    ),
+    Site(
+        "torch._functorch.aot_autograd: create_aot_state and aot_stage1_graph_capture, or "
+        "create_aot_dispatcher_function",
+        "compiled code makes an output that is a view anew from its base, by which it loses the "
+        "backward of the Function that returned it",
+        _patch_aot_entries,
         module="torch._functorch.aot_autograd",
     ),
     *(

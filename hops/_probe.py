@@ -22,13 +22,16 @@ USED_IN_FUNCTIONS = (
     "torch._C._current_graph_task_id",
     "torch._C._functorch.unwrap_if_dead",
     "torch._C._get_dispatch_mode",
+    "torch._C._len_torch_function_stack",
     "torch._C._set_grad_enabled",
     "torch._from_functional_tensor",
     "torch._functorch",
     "torch._ops.HigherOrderOperator",
     "torch._ops.OpOverload",
     "torch._ops.OpOverloadPacket",
+    "torch.fx.experimental.proxy_tensor._CURRENT_MAKE_FX_TRACER",
     "torch.fx.experimental.proxy_tensor._MakefxTracer",
+    "torch.ops.aten._unsafe_view.default",
     "torch.utils.checkpoint._VersionWrapper",
 )
 

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from hops._effect_sites import Reachable
 from hops._exchanged_code import ExchangedCode
 from hops._subgraph import Recording, recording_on_this_thread
 from hops.errors import CaptureError
@@ -99,6 +100,36 @@ def refuse_moved_state(recording: Recording, *, ended: bool = False) -> None:
         "hold: its replay would draw other numbers than eager. Draw the numbers once and save "
         "them for backward, or let torch.utils.checkpoint recompute; hops keeps its random state."
     )
+
+
+#: By which code makes a generator or moves the state of one.
+_GENERATOR_CALLS = frozenset(
+    {"Generator", "manual_seed", "seed", "set_state", "clone_state", "graphsafe_set_state"}
+)
+
+
+def refuse_seeded_generator(recording: Recording, code: Reachable) -> None:
+    """Refuse code that draws from a generator which it makes or seeds itself: the graph holds
+    the generator, which a replay would leave where the replay before it did.
+
+    The methods of generators cannot be watched, so that the code is read for them.
+
+    Raises:
+        CaptureError: names the Function or region.
+    """
+    nodes = (node for graph in _graphs(recording) for node in graph.nodes)
+    if code.mentions(_GENERATOR_CALLS) and any(map(_takes_a_generator, nodes)):
+        raise CaptureError(
+            f"hops: {recording.name} draws from a torch.Generator and makes or seeds one in the "
+            "same code, which a graph does not hold: its replay would draw other numbers than "
+            "eager. Make and seed the generator outside, and hand it in, or draw the numbers "
+            "there."
+        )
+
+
+def _takes_a_generator(node: fx.Node) -> bool:
+    # Every operation has it as a keyword; its value is a node from 2.11 on.
+    return node.kwargs.get("generator") is not None
 
 
 def _place(recording: Recording) -> tuple[Any, int]:

@@ -12,21 +12,27 @@ from typing import Any
 import torch
 from torch import fx
 
-from hops._random_state import refuse_moved_state
+from hops._effect_sites import Reachable
+from hops._random_state import refuse_moved_state, refuse_seeded_generator
 from hops._subgraph import Recording, recording_on_this_thread
 from hops._torch import FakeTensor, is_data_dependence
 from hops.errors import CaptureError
 
 
 @contextmanager
-def running_as_a_graph(name: str) -> Iterator[None]:
+def running_as_a_graph(name: str, code: Reachable) -> Iterator[None]:
     """Name the code that is recorded where it does what a graph cannot: its control flow
-    depends on the values of tensors, or it sets the state of a random number generator."""
+    depends on the values of tensors, or it sets the state of a random number generator.
+
+    Args:
+        code: what runs.
+    """
     try:
         yield
         recording = recording_on_this_thread()
         if recording is not None:
             refuse_moved_state(recording, ended=True)
+            refuse_seeded_generator(recording, code)
     except CaptureError:
         raise
     except Exception as error:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from typing import Any
 
@@ -24,6 +24,7 @@ from torch._functorch import autograd_function as stock_autograd_function
 from torch._guards import detect_fake_mode
 from torch._higher_order_ops import wrap as stock_wrap
 from torch._higher_order_ops.utils import reenter_make_fx
+from torch._library.fake_class_registry import FakeScriptObject
 from torch._ops import HigherOrderOperator
 from torch._subclasses.fake_tensor import (
     FakeTensor,
@@ -44,7 +45,10 @@ from torch.fx.experimental.proxy_tensor import (
     get_proxy_mode,
     track_tensor_tree,
 )
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._python_dispatch import (
+    _get_current_dispatch_mode_stack,
+    is_traceable_wrapper_subclass,
+)
 
 from hops._threads import captures_on_this_thread
 from hops._torch_checkpoint import (
@@ -82,6 +86,7 @@ __all__ = [
     "SymbolicValues",
     "TRANSFORMS",
     "any_requires_grad",
+    "aot_entries",
     "autocast_disabled",
     "below_autograd",
     "functions_with_effects",
@@ -127,6 +132,7 @@ __all__ = [
     "tag_for_partitioner",
     "torch_checkpoint",
     "top_saved_tensors_hooks",
+    "trace_is_plain",
     "track_tensor_tree",
     "transform_functions",
     "transformed_tensor_requires_grad",
@@ -197,6 +203,36 @@ def pre_dispatch_tracer() -> Any:
     return None if non_strict_tracing() else mode.tracer
 
 
+def trace_is_plain(targets: Iterable[Any]) -> bool:
+    """Whether a trace of these operations on fake tensors records them as they are: no mode of
+    the user's looks on, and the trace decomposes none of them."""
+    tracer = proxy_tensor._CURRENT_MAKE_FX_TRACER
+    decomposed = tracer.decomposition_table
+    modes = _get_current_dispatch_mode_stack()
+    return (
+        torch._C._len_torch_function_stack() == 0
+        and all(isinstance(mode, FakeTensorMode) for mode in modes)
+        and not any(target in decomposed for target in targets)
+    )
+
+
+def real_object(value: Any) -> Any:
+    """What a fake object of Dynamo's stands for, a process group or a generator say, or None.
+
+    Not an object of TorchScript, whose methods a trace records as operations.
+    """
+    real = getattr(value, "real_obj", None) if isinstance(value, FakeScriptObject) else None
+    return None if isinstance(real, torch.ScriptObject) else real
+
+
+def aot_entries(aot_autograd: Any) -> list[tuple[str, int]]:
+    """The functions of AOTAutograd that are handed what it compiles, to analyse or to trace it,
+    and the position of that among their arguments."""
+    if hasattr(aot_autograd, "create_aot_state"):
+        return [("create_aot_state", 1), ("aot_stage1_graph_capture", 1)]
+    return [("create_aot_dispatcher_function", 0)]
+
+
 def _post_dispatch_proxy_mode() -> Any:
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY)
 
@@ -258,6 +294,9 @@ def native_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
 
     return apply_unwrapped
 
+
+#: What ``apply`` runs where it is Python (up to 2.13), else None.
+python_apply = getattr(vars(torch.autograd.Function).get("apply"), "__func__", None)
 
 below_autograd = torch._C._AutoDispatchBelowAutograd
 autocast_disabled = torch._C._DisableAutocast

@@ -31,7 +31,7 @@ operand.  Keywords of this, the ATen form:
     the backward is not differentiable / there is none.
 
 The forms that Dynamo writes on the supported torch versions are run as well:
-``args_tensor_mask`` (2.6 to 2.9: both bodies start with a placeholder for
+``args_tensor_mask`` (2.6 to 2.10: both bodies start with a placeholder for
 ``ctx``, ``fwd`` gives ``(output, saved)``), and ``saved_for_backward_idx``
 without ``num_outputs`` (later: no ``ctx``, ``fwd`` gives ``(output, saved)``).
 

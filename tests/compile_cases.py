@@ -24,6 +24,8 @@ class Case:
     stock_is_right: bool = False
     #: Stock Dynamo does not get as far as the Function when the whole graph is asked for.
     stock_refuses: bool = False
+    #: The feature of ``version_differences.FEATURES`` without which it does not go on in eager.
+    break_needs: str = ""
 
 
 CASES: dict[str, Case] = {}
@@ -283,6 +285,41 @@ def both_of_two_non_differentiable():
 
 
 # ------------------------------------------------------------------------------------ torch.func
+
+
+class Flat(Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.view(-1)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad.view(2, 3) * 3
+
+
+@case()
+def a_view_beside_its_base():
+    def function(x):
+        base = x.sin()
+        return Flat.apply(base), base
+
+    return function, (leaf(2, 3),)
+
+
+class AndAView(Function):
+    @staticmethod
+    def forward(ctx, x):
+        doubled = x * 2
+        return doubled, doubled.view(-1)
+
+    @staticmethod
+    def backward(ctx, grad, grad_of_view):
+        return grad * 5 + grad_of_view.view(2, 3) * 7
+
+
+@case()
+def outputs_that_are_views_of_each_other():
+    return lambda x: AndAView.apply(x.sin()), (leaf(2, 3),)
 
 
 class Doubled(Function):
@@ -620,7 +657,7 @@ class Product(Function):
         return grad * y * 2, grad * x * 3
 
 
-@case()
+@case(break_needs="break_in_grad_transform")
 def func_grad_of_what_dynamo_refuses():
     """The same tensor twice."""
     return lambda x: torch.func.grad(lambda v: Product.apply(v, v).sum())(x), (leaf(),)

@@ -125,12 +125,12 @@ def new_backward(grad, x, weight):
 
 
 FORMS = {
-    "2.6 to 2.9: ctx and args_tensor_mask": (
+    "2.6 to 2.10: ctx and args_tensor_mask": (
         old_forward,
         old_backward,
         {"args_tensor_mask": [True, False, True], "non_differentiable_idx": []},
     ),
-    "2.10 on: no ctx": (
+    "2.11 on: no ctx": (
         lambda x, weight: (x * weight, [x, weight]),
         new_backward,
         {"non_differentiable_idx": [], "saved_for_backward_idx": [0, 1]},

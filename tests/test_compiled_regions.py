@@ -128,8 +128,28 @@ def leading(h):
     return Leading.apply(h.flatten(), torch.tensor(2))
 
 
+class DividedWherePositive(torch.autograd.Function):
+    """Of which the backward alone makes a size out of values, to read and write by a mask."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return (x >= 0).to(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        (x,) = ctx.saved_tensors
+        grad, mask = grad.clone(), x > 0
+        grad[mask] = grad[mask] / x[mask]
+        return grad
+
+
+def dividing(h):
+    return DividedWherePositive.apply(h)
+
+
 @needs("data_dependent_break")
-@pytest.mark.parametrize("function", [selecting_in_a_region, selecting, leading])
+@pytest.mark.parametrize("function", [selecting_in_a_region, selecting, leading, dividing])
 def test_sizes_that_depend_on_values_leave_the_compiled_graph(function):
     class Selecting(FunctionModel):
         def forward(self, x):
@@ -144,3 +164,52 @@ def test_sizes_that_depend_on_values_leave_the_compiled_graph(function):
     torch._dynamo.reset()
     compiled = torch.compile(program, backend="aot_eager")
     assert_same(gradients(compiled, x, parameters=program), want)
+
+
+class Narrowed(torch.autograd.Function):
+    """Of which an output has the size that it reads."""
+
+    @staticmethod
+    def forward(ctx, x, count):
+        size = count.item()
+        torch._check(size >= 1)
+        torch._check(size <= x.shape[0])
+        ctx.rest = x.shape[0] - size
+        return x.narrow(0, 0, size) * 2
+
+    @staticmethod
+    def backward(ctx, grad):
+        return torch.cat([grad * 3, grad.new_zeros(ctx.rest, *grad.shape[1:])]), None
+
+
+def narrowed(x, count):
+    size = count.item()
+    torch._check(size >= 1)
+    torch._check(size <= x.shape[0])
+    return x.narrow(0, 0, size).sin()
+
+
+@needs("data_dependent_break")
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("strict", [False, True], ids=["nonstrict", "strict"])
+@pytest.mark.parametrize("function", [Narrowed.apply, narrowed])
+def test_a_size_that_is_read_from_an_input_of_the_program(function, strict, backend):
+    """Its name in the capture is none that Dynamo knows."""
+
+    class Reading(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = torch.nn.Linear(3, 3)
+
+        def forward(self, x, count):
+            h = self.linear(x)
+            if function is not narrowed:
+                return function(h, count)
+            return checkpoint(function, h, count, use_reentrant=False)
+
+    model, args = Reading(), (torch.ones(4, 3), torch.tensor(2))
+    want = gradients(model, *args)
+    program = torch.export.export(model, args, strict=strict).module()
+    torch._dynamo.reset()
+    compiled = torch.compile(program, backend=backend)
+    assert_same(gradients(compiled, *args, parameters=program), want)

@@ -175,25 +175,6 @@ def test_names_are_those_of_the_model_without_operators():
     assert names[0] == names[1]
 
 
-def test_bodies_keep_module_stack_and_stack_trace():
-    class Block(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.inner = torch.nn.Linear(3, 3)
-
-        def forward(self, x):
-            return checkpoint(self.inner, x, use_reentrant=False)
-
-    ep = torch.export.export(Block(), (torch.ones(2, 3),), strict=False)
-    (node,) = [
-        n for n in ep.graph.nodes if n.target.__class__.__name__ == "TagActivationCheckpoint"
-    ]
-    parts = hops.checkpoint_parts(node)
-    (linear,) = [n for n in parts.body.graph.nodes if n.op == "call_function"]
-    assert any(path == "inner" for path, _ in linear.meta["nn_module_stack"].values())
-    assert "forward" in linear.meta["stack_trace"]
-
-
 @pytest.mark.parametrize("mode", ["real", "fake", "symbolic"])
 def test_a_buffer_that_a_backward_writes_into_requires_no_grad_after_the_capture(mode):
     class Largest(torch.autograd.Function):

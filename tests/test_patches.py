@@ -12,7 +12,7 @@ from models import FunctionModel, operators
 
 import hops
 from hops import _capture_hooks, _doctor, _patches, _random_state
-from hops._torch import checkpoint_function
+from hops._torch import aot_entries, checkpoint_function
 
 
 def snapshot():
@@ -35,6 +35,7 @@ def snapshot():
         copy.copy(tables),
         _MakefxTracer.__dict__["_trace_inner"],
         aot_autograd._aot_export_function,
+        [getattr(aot_autograd, name) for name, _ in aot_entries(aot_autograd)],
         TorchHigherOrderOperatorVariable.__dict__["make"],
         AutogradFunctionVariable.__dict__["call_apply"],
         torch.utils.checkpoint.checkpoint,

@@ -75,6 +75,68 @@ def test_a_state_that_is_set_where_it_was_read_is_no_matter():
     assert_same(gradients(ep.module(), x), gradients(model, x))
 
 
+KEPT = torch.Generator()
+
+
+def draw(h, generator):
+    return h * torch.empty_like(h).uniform_(generator=generator)
+
+
+def made_inside(h):
+    return draw(h, torch.Generator().manual_seed(3))
+
+
+def seeded_inside(h):
+    KEPT.manual_seed(3)
+    return draw(h, KEPT)
+
+
+def from_outside(h):
+    return draw(h, KEPT)
+
+
+class Drawing(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, h, how):
+        return how(h)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * 2, None
+
+
+def as_a_region(function):
+    return lambda h: checkpoint(function, h, use_reentrant=False)
+
+
+def as_a_function(function):
+    return lambda h: Drawing.apply(h, function)
+
+
+@needs("generators_in_traces")
+@pytest.mark.parametrize("way", [as_a_region, as_a_function])
+@pytest.mark.parametrize("function", [made_inside, seeded_inside])
+def test_a_generator_that_captured_code_makes_or_seeds_is_refused(function, way):
+    model = Applied(way(function))
+    with pytest.raises(hops.CaptureError, match="(region .*inside|Drawing) draws from a torch.Gen"):
+        torch.export.export(model, (torch.ones(2, 3),), strict=False)
+
+
+@needs("generators_in_traces")
+# A region is read by Dynamo under strict, which takes no generator at all.
+@pytest.mark.parametrize(
+    "way, strict", [(as_a_region, False), (as_a_function, False), (as_a_function, True)]
+)
+def test_a_generator_from_outside_goes_on_where_it_is(way, strict):
+    def drawn(program):
+        KEPT.manual_seed(5)
+        return [program(torch.ones(2, 3)) for _ in range(2)]
+
+    model = Applied(way(from_outside))
+    program = torch.export.export(model, (torch.ones(2, 3),), strict=strict).module()
+    torch.testing.assert_close(drawn(program), drawn(model))
+
+
 @needs("saved_tensors_hooks_known")
 def test_a_function_under_saved_tensors_hooks_is_refused():
     def hooked(h):

@@ -12,6 +12,7 @@ from expecttest import TestCase
 from models import CheckpointModel, FunctionModel, Scale, text
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
+from version_differences import VERSION
 
 
 def exported(model, strict):
@@ -56,7 +57,7 @@ class body:
             return (dropout,)"""  # noqa: E501
 
 
-#: What Dynamo of torch 2.10 on writes of a Function; 2.6 to 2.9 wrote it with a placeholder for
+#: What Dynamo of torch 2.11 on writes of a Function; 2.6 to 2.10 wrote it with a placeholder for
 #: ``ctx``, a mask of the tensor arguments and other names, and the saved values in a list.
 #: hops keeps stock's text of these graphs, so this one differs between versions.
 FUNCTION_IN_TORCH_IR = """\
@@ -182,7 +183,7 @@ class Snapshots(TestCase):
             assert bodies_and_keywords(printed) == bodies_and_keywords(expected)
 
     def test_function_in_torch_ir(self):
-        has_ctx = torch.__version__ < "2.10"
+        has_ctx = VERSION < (2, 11)
         expected = OLD_FUNCTION_IN_TORCH_IR if has_ctx else FUNCTION_IN_TORCH_IR
         self.assertExpectedInline(torch_ir(FunctionModel()), expected)
 

@@ -57,6 +57,10 @@ FEATURES = {
         "compiled code that goes on in eager where a size depends on values",
         VERSION >= (2, 13),
     ),
+    "break_in_grad_transform": Feature(
+        "compiled code that goes on in eager inside torch.func.grad",
+        VERSION != (2, 11),
+    ),
     "nested_grad_modes": Feature(
         "a pre-dispatch trace of its own with the right switch after a grad mode in another one",
         VERSION >= (2, 9),
@@ -64,6 +68,10 @@ FEATURES = {
     "saved_tensors_hooks_known": Feature(
         "telling which hooks act on what is saved for backward",
         top_saved_tensors_hooks is not None,
+    ),
+    "generators_in_traces": Feature(
+        "a pre-dispatch trace of an operation that is handed a generator",
+        VERSION >= (2, 13),
     ),
     "node_names_in_files": Feature(
         "names of nodes in the files of exported programs",

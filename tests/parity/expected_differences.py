@@ -50,6 +50,12 @@ class Difference:
 
 DIFFERENCES: tuple[Difference, ...] = (
     Difference(
+        "on_what_scan_gives",
+        "make_fx on fake tensors fails in scan itself, which compiles its arguments: an error of "
+        "torch, with or without a Function",
+        runs=("make_fx*",),
+    ),
+    Difference(
         "a_buffer_assigned_within_forward",
         "make_fx over functional_call loses what is assigned to a buffer, as functional_call does",
         runs=("make_fx-*",),

@@ -1200,7 +1200,7 @@ def an_untouched_input_among_outputs():
     return Model(lambda self, x: Pair.apply(x, self.weight)), (tensor(),)
 
 
-@case()
+@case(aot=True)
 def views_of_inputs():
     class View(Function):
         @staticmethod
@@ -1214,7 +1214,7 @@ def views_of_inputs():
     return Model(lambda self, x: View.apply(x * self.weight).sin()), (tensor(),)
 
 
-@case()
+@case(aot=True)
 def several_views_of_an_input():
     class Split(Function):
         @staticmethod
@@ -1228,7 +1228,7 @@ def several_views_of_an_input():
     return Model(lambda self, x: Split.apply(x * self.weight)), (tensor(),)
 
 
-@case()
+@case(aot=True)
 def outputs_that_are_views_of_each_other():
     class Views(Function):
         @staticmethod

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from function_cases import Model, Model2, Scale, Triple, case, tensor
 from torch import nn
+from torch._higher_order_ops.scan import scan
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
@@ -165,6 +166,70 @@ def ctx_in_a_closure_kept_for_backward():
             return ctx.pull(grad)
 
     return Model(lambda self, x: Deferred.apply(x * self.weight)), (tensor(),)
+
+
+# --------------------------------------------------- Views that a Function made, and their bases
+
+
+class _Flat(Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.view(-1)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad.view(2, 3) * 3
+
+
+@case(aot=True)
+def a_view_and_its_base_are_outputs_of_the_model():
+    def body(self, x):
+        base = (x * self.weight).sin()
+        return _Flat.apply(base), base
+
+    return Model(body), (tensor(),)
+
+
+@case(aot=True)
+def a_view_of_a_view_and_another_view_of_the_base():
+    def body(self, x):
+        base = (x * self.weight).sin()
+        view = _Flat.apply(base)
+        return view, view.view(3, 2), base.view(6, 1)
+
+    return Model(body), (tensor(),)
+
+
+@case(aot=True)
+def a_view_of_a_view_of_an_input():
+    return Model(lambda self, x: (_Flat.apply(x).view(3, 2), x * self.weight)), (tensor(),)
+
+
+@case(aot=True)
+def views_of_several_outputs_beside_a_view_by_a_function():
+    def body(self, x):
+        base = (x * self.weight).sin()
+        return (*base.unbind(), _Flat.apply(base))
+
+    return Model(body), (tensor(),)
+
+
+# ------------------------------------------------- Arguments that another operator gives
+
+
+# In eager scan is a Function too.
+@case(calls=2)
+def on_what_scan_gives():
+    """In the trace the outputs of scan do not require grad, as they do in eager."""
+
+    def body(self, x):
+        def step(carry, row):
+            return carry + row.sin(), carry * row
+
+        last, rows = scan(step, self.weight.cos(), x * self.weight)
+        return Triple.apply(last), Scale.apply(rows.sin(), last)
+
+    return Model(body), (tensor(),)
 
 
 # -------------------------------------------------------------------------- Context: mark_dirty
