@@ -369,6 +369,21 @@ class Sine(torch.autograd.Function):
         return grad * 3
 
 
+class Keeping(FunctionModel):
+    """A model that keeps ``apply`` itself, as its attribute."""
+
+    def __init__(self):
+        super().__init__()
+        self.function = Sine.apply
+
+    def forward(self, x):
+        return self.function(self.linear(x))
+
+
+def test_an_apply_that_the_model_keeps():
+    assert_captured(Keeping(), "autograd_function_apply")
+
+
 def test_a_function_under_a_function_mode():
     class Moded(FunctionModel):
         def forward(self, x):
