@@ -41,9 +41,11 @@ from hops._subgraph import (
 from hops._torch import (
     SYMBOLIC_TYPES,
     functorch_is_active,
+    is_traceable_wrapper_subclass,
     pre_dispatch_tracer,
 )
 from hops.autograd_function_apply import autograd_function_apply, node_options
+from hops.errors import CaptureError
 
 _BASE_SETUP_CONTEXT = torch.autograd.function._SingleLevelFunction.setup_context
 
@@ -241,6 +243,7 @@ class _Capture:
 
     def _write(self, slots: list[Any], untouched: dict[int, fx.Node], replaced: Replaced) -> None:
         tracer, forward = self.tracer, self.forward
+        self._refuse_own_subclass(slots)
         out_nodes: list[Any] = []
         for position, value in enumerate(slots):
             node = self._value_node(value)
@@ -280,6 +283,18 @@ class _Capture:
         close_body(tracer, forward.graph, ClosedBody(node, add))
         for _, recording, _ in bodies:
             close_body(tracer, recording.graph, ClosedBody(None))
+
+    def _refuse_own_subclass(self, slots: list[Any]) -> None:
+        """Refuse a wrapper subclass that the forward makes of plain tensors: a graph has no
+        operation for that, so that its inner tensors would be constants of the graph."""
+        given = {type(tensor) for tensor in self.tensor_args}
+        for value in slots:
+            if is_traceable_wrapper_subclass(value) and type(value) not in given:
+                raise CaptureError(
+                    f"hops: {self.name} returns a {type(value).__name__} that it makes itself, "
+                    "which a graph cannot hold. Return its inner tensors, and make the "
+                    f"{type(value).__name__} of them outside of the Function."
+                )
 
     def _value_node(self, value: Any) -> Any:
         if isinstance(value, (torch.Tensor, *SYMBOLIC_TYPES)):

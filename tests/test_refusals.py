@@ -6,6 +6,7 @@ import pytest
 import torch
 from models import FunctionModel, Scale, assert_same, gradients, operators
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.testing._internal.two_tensor import TwoTensor
 
 import hops
 
@@ -164,3 +165,31 @@ def test_a_state_that_is_set_outside_of_captured_code_is_none_of_ours(strict):
         ep = export(Seeding(), strict)
     assert operators(ep.graph_module) == ["autograd_function_apply"]
     assert torch.random.default_generator is torch.default_generator
+
+
+class Paired(torch.autograd.Function):
+    """Makes a wrapper subclass of plain tensors."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return TwoTensor(x * 2, x * 3)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad.a * 5 + grad.b * 7
+
+
+@pytest.mark.parametrize("front_end", ["nonstrict", "make_fx"])
+def test_a_tensor_subclass_that_a_function_makes_is_refused(front_end):
+    """Its inner tensors were constants of the graph that make_fx gave."""
+
+    class Model(torch.nn.Module):
+        def forward(self, x):
+            return Paired.apply(x.sin()).a
+
+    x = torch.ones(2, 3, requires_grad=True)
+    with pytest.raises(hops.CaptureError, match="Paired returns a TwoTensor that it makes itself"):
+        if front_end == "make_fx":
+            make_fx(Model(), pre_dispatch=True)(x)
+        else:
+            torch.export.export(Model(), (x,), strict=False)
