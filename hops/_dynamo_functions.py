@@ -161,7 +161,7 @@ class _Call:
                 "into its graph. Capture with strict=False."
             )
         if not isinstance(value, torch.Tensor):
-            return _constant_object(self.tx, value)
+            return _constant(self.tx, value)
         return self._free_tensor(value)
 
     def _free_tensor(self, value: torch.Tensor) -> Any:
@@ -254,27 +254,21 @@ def _of_a_module(tx: Any, tensor: torch.Tensor) -> Any:
     return None
 
 
-def _constant(tx: Any, tensor: torch.Tensor) -> Any:
-    """A tensor that belongs to no module, as an attribute of Dynamo's graph."""
+def _constant(tx: Any, value: Any) -> Any:
+    """A tensor that belongs to no module, or an object that is none (a generator), as an
+    attribute of Dynamo's graph."""
     modules = tx.output.nn_modules
-    names = (name for name, known in modules.items() if known is tensor)
+    names = (name for name, known in modules.items() if known is value)
     name = next(names, None)
     if name is None:
         name = f"captured_constant_{len(modules)}"
-        modules[name] = tensor
+        modules[name] = value
     proxy = tx.output.root_tracer.create_proxy("get_attr", name, (), {})
-    set_example_value(proxy.node, tx.output.fake_mode.from_tensor(tensor, static_shapes=True))
-    return proxy
-
-
-def _constant_object(tx: Any, value: Any) -> Any:
-    """An object that is no tensor, a generator say, likewise."""
-    modules = tx.output.nn_modules
-    name = f"captured_constant_{len(modules)}"
-    modules[name] = value
-    proxy = tx.output.root_tracer.create_proxy("get_attr", name, (), {})
-    # torch.export takes an attribute without a value for a tensor.
-    proxy.node.meta["val"] = value
+    if isinstance(value, torch.Tensor):
+        set_example_value(proxy.node, tx.output.fake_mode.from_tensor(value, static_shapes=True))
+    else:
+        # torch.export takes an attribute without a value for a tensor.
+        proxy.node.meta["val"] = value
     return proxy
 
 

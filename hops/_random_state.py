@@ -128,7 +128,7 @@ def refuse_seeded_generator(recording: Recording, code: Reachable) -> None:
 
 
 def _takes_a_generator(node: fx.Node) -> bool:
-    # Every operation has it as a keyword; its value is a node from 2.11 on.
+    # Every operation has it as a keyword.
     return node.kwargs.get("generator") is not None
 
 

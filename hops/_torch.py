@@ -2,19 +2,17 @@
 
 Everything that differs between torch 2.6 and the newest release is found out
 here, by probing for the capability rather than by comparing version numbers,
-and offered to the rest of the code under one name; what concerns checkpoint and
-symbolic sizes is in two modules of its own, and offered here too.  Names that are private to
-torch and that more than one module needs are also imported here, so that a
-torch that moves one of them is mended in one place.
+and offered to the rest of the code under one name; what concerns checkpoint, the
+compilers and symbolic sizes is in modules of their own, and offered here too.  Names
+that are private to torch and that more than one module needs are also imported here,
+so that a torch that moves one of them is mended in one place.
 """
 
 from __future__ import annotations
 
 import functools
-import sys
 import warnings
 from collections.abc import Callable, Iterable
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -24,7 +22,6 @@ from torch._functorch import autograd_function as stock_autograd_function
 from torch._guards import detect_fake_mode
 from torch._higher_order_ops import wrap as stock_wrap
 from torch._higher_order_ops.utils import reenter_make_fx
-from torch._library.fake_class_registry import FakeScriptObject
 from torch._ops import HigherOrderOperator
 from torch._subclasses.fake_tensor import (
     FakeTensor,
@@ -61,6 +58,16 @@ from hops._torch_checkpoint import (
     sac_ignored_operations,
     selective_checkpoint_modes,
     selective_modes_pass_other_operators,
+)
+from hops._torch_compilers import (
+    aot_entries,
+    compiled_code_inlined,
+    compiler_is_tracing,
+    graph_capture_for_export,
+    mark_saved_without_version_check,
+    post_dispatch_proxy_mode,
+    real_object,
+    tag_for_partitioner,
 )
 from hops._torch_symbols import (
     SymbolicValues,
@@ -118,6 +125,8 @@ __all__ = [
     "non_strict_tracing",
     "pre_dispatch_tracer",
     "proxy_tensor",
+    "python_apply",
+    "real_object",
     "recompile_submodules",
     "reenter_make_fx",
     "reentrant_by_default",
@@ -184,15 +193,6 @@ def non_strict_tracing() -> bool:
     return bool(_non_strict_flag is not None and _non_strict_flag())
 
 
-def compiled_code_inlined() -> Any:
-    """Let captured code call what went through ``torch.compile``: it runs as it was written.
-
-    torch.export does so by itself; ``make_fx`` would raise.
-    """
-    config = sys.modules.get("torch._dynamo.config")
-    return nullcontext() if config is None else config.patch(error_on_nested_fx_trace=False)
-
-
 def pre_dispatch_tracer() -> Any:
     """The tracer that records this thread's operations before dispatch, or None."""
     if not captures_on_this_thread():
@@ -214,39 +214,6 @@ def trace_is_plain(targets: Iterable[Any]) -> bool:
         and all(isinstance(mode, FakeTensorMode) for mode in modes)
         and not any(target in decomposed for target in targets)
     )
-
-
-def real_object(value: Any) -> Any:
-    """What a fake object of Dynamo's stands for, a process group or a generator say, or None.
-
-    Not an object of TorchScript, whose methods a trace records as operations.
-    """
-    real = getattr(value, "real_obj", None) if isinstance(value, FakeScriptObject) else None
-    return None if isinstance(real, torch.ScriptObject) else real
-
-
-def aot_entries(aot_autograd: Any) -> list[tuple[str, int]]:
-    """The functions of AOTAutograd that are handed what it compiles, to analyse or to trace it,
-    and the position of that among their arguments."""
-    if hasattr(aot_autograd, "create_aot_state"):
-        return [("create_aot_state", 1), ("aot_stage1_graph_capture", 1)]
-    return [("create_aot_dispatcher_function", 0)]
-
-
-def _post_dispatch_proxy_mode() -> Any:
-    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY)
-
-
-def compiler_is_tracing() -> bool:
-    """Whether AOTAutograd (or a post-dispatch ``make_fx``) looks at this call.
-
-    True in both phases of AOTAutograd: while it collects metadata (a
-    functionalization mode is active) and while it records the joint graph.
-    """
-    if _post_dispatch_proxy_mode() is not None:
-        return True
-    key = torch._C._TorchDispatchModeKey.FUNCTIONAL
-    return torch._C._get_dispatch_mode(key) is not None
 
 
 #: Operations that have a native function of the same arguments and one meaning.
@@ -304,7 +271,7 @@ autocast_disabled = torch._C._DisableAutocast
 
 def post_dispatch_node(tensor: Any) -> Any:
     """The node of a tensor in the trace that runs after dispatch, or None."""
-    mode = _post_dispatch_proxy_mode()
+    mode = post_dispatch_proxy_mode()
     if mode is None:
         return None
     if isinstance(tensor, FunctionalTensor):
@@ -402,33 +369,6 @@ def transform_functions() -> list[Any]:
     return [getattr(predispatch, name) for name in names if hasattr(predispatch, name)]
 
 
-def graph_capture_for_export() -> Any:
-    """``dynamo_graph_capture_for_export``, which came with torch 2.10; None before."""
-    import torch._dynamo
-
-    module = getattr(torch._dynamo, "functional_export", None)
-    return getattr(module, "dynamo_graph_capture_for_export", None)
-
-
-_tag_implementation = getattr(stock_wrap, "tag_activation_checkpoint_impl", None)
-
-
-def tag_for_partitioner(body: Any, context_fn: Any, *operands: Any, **options: Any) -> Any:
-    """Run a checkpoint body under AOTAutograd, with a policy or None, as stock torch does.
-
-    The nodes that it records carry ``recompute`` and ``ac_graph_id``; how
-    they get them changed in 2.10 (from tags on the body to a dispatch mode),
-    so this calls the installed torch's own code.
-    """
-    # Stock's dispatch mode cannot go together with debug, which asks eager for a trace.
-    options = {k: v for k, v in options.items() if k in CHECKPOINT_KEYWORDS and k != "debug"}
-    if context_fn is not None:
-        body.meta["_checkpoint_context_fn"] = context_fn
-    if _tag_implementation is not None:
-        return _tag_implementation(body, *operands, **options)
-    return _stock_tag_call(stock_tag_activation_checkpoint, body, *operands, **options)
-
-
 def recompile_submodules(module: torch.fx.GraphModule) -> None:
     """What recompiling a GraphModule does to the ones inside it (2.13 on)."""
     recompile = getattr(module, "_recompile_submodules", None)
@@ -440,19 +380,3 @@ def writes_profiler_marks() -> bool:
     """Whether generated code holds marks for the profiler, made from more than its graph."""
     config = getattr(torch.fx.experimental, "_config", None)
     return bool(getattr(config, "enrich_profiler_metadata", False))
-
-
-_get_proxies = getattr(proxy_tensor, "_get_proxies", None)
-
-
-def mark_saved_without_version_check(values: Any) -> None:
-    """Tell AOTAutograd that these values were kept on ``ctx``, not saved (2.10 on)."""
-    if _get_proxies is None or _post_dispatch_proxy_mode() is None:
-        return
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            for proxy in _get_proxies(value):
-                proxy.node.meta["saved_tensor_with_no_vc_check"] = True
-
-
-_stock_tag_call = StockTagActivationCheckpoint.__call__

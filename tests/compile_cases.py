@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from models import Flat
 from torch.autograd import Function
 from torch.utils.checkpoint import checkpoint
 
@@ -285,16 +286,6 @@ def both_of_two_non_differentiable():
 
 
 # ------------------------------------------------------------------------------------ torch.func
-
-
-class Flat(Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x.view(-1)
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad.view(2, 3) * 3
 
 
 @case()

@@ -92,7 +92,7 @@ def seeded_inside(h):
 
 
 def from_outside(h):
-    return draw(h, KEPT)
+    return draw(h, KEPT) + draw(h, KEPT)
 
 
 class Drawing(torch.autograd.Function):

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import (
 )
 
 import hops
+from hops._dynamo_modules import separate_shared_modules
 
 
 def export(model):
@@ -367,6 +368,55 @@ class Sine(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         return grad * 3
+
+
+def test_a_function_that_uses_a_process_group_names_it():
+    """Dynamo's graph cannot hold one; the default group is in no argument."""
+    import torch.distributed as dist
+
+    class Reduced(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, group):
+            total = x.clone()
+            dist.all_reduce(total, group=group)
+            return total
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad * 3, None
+
+    class Model(torch.nn.Module):
+        def __init__(self, group):
+            super().__init__()
+            self.group = group
+
+        def forward(self, x):
+            return Reduced.apply(x.sin(), self.group)
+
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    x = torch.ones(2, 3, requires_grad=True)
+    for group in (None, dist.group.WORLD):
+        with pytest.raises(Exception, match=r"hops: .*Reduced.*strict=False"):
+            torch.export.export(Model(group), (x,), strict=True)
+
+
+def test_modules_that_several_bodies_call_are_separated_but_for_their_parameters():
+    linear = torch.nn.Linear(3, 3)
+    graph = torch.fx.Graph()
+    graph.output(graph.call_module("linear", (graph.placeholder("x"),)))
+    bodies = {name: torch.fx.GraphModule({"linear": linear}, graph) for name in ("one", "two")}
+    separate_shared_modules(torch.fx.GraphModule(bodies, both(bodies)))
+    one, two = bodies["one"].linear, bodies["two"].linear
+    assert one is not two and one.weight is two.weight is linear.weight
+    x = torch.ones(2, 3)
+    torch.testing.assert_close(bodies["two"](x), bodies["one"](x))
+
+
+def both(bodies):
+    graph = torch.fx.Graph()
+    graph.output([graph.get_attr(name) for name in bodies])
+    return graph
 
 
 class Keeping(FunctionModel):

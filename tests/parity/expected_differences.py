@@ -9,15 +9,12 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
-import torch
+from version_differences import VERSION
 
 
 def _numbers(version: str) -> tuple[int, ...]:
     """Major and minor number: as text, 2.10 would come before 2.6."""
     return tuple(map(int, version.split(".")[:2]))
-
-
-VERSION = _numbers(torch.__version__)
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from typing import Any
 
 import checkpoint_cases
 import function_cases
+import function_edge_cases  # noqa: F401, before the table of cases is read
 
 README = Path(__file__).parents[2] / "README.md"
 BEGIN, END = "<!-- feature table -->\n", "<!-- end of feature table -->\n"

@@ -1,6 +1,6 @@
 """More Functions that eager accepts: the corners of what a context, a call and a backward may do.
 
-They join the table of ``function_cases``; see there how a case is written.
+They join the table of ``function_cases`` and its sections; see there how a case is written.
 """
 
 from __future__ import annotations
@@ -10,13 +10,16 @@ import functools
 from typing import Any, NamedTuple
 
 import torch
-from function_cases import Model, Model2, Scale, Triple, case, tensor
+from function_cases import Model, Model2, Scale, Triple, case, section, tensor
+from models import Flat
 from torch import nn
 from torch._higher_order_ops.scan import scan
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 # ------------------------------------------------------------------------ Context: what is saved
+
+section("`ctx`: what is saved")
 
 
 @case()
@@ -170,22 +173,14 @@ def ctx_in_a_closure_kept_for_backward():
 
 # --------------------------------------------------- Views that a Function made, and their bases
 
-
-class _Flat(Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x.view(-1)
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad.view(2, 3) * 3
+section("outputs")
 
 
 @case(aot=True)
 def a_view_and_its_base_are_outputs_of_the_model():
     def body(self, x):
         base = (x * self.weight).sin()
-        return _Flat.apply(base), base
+        return Flat.apply(base), base
 
     return Model(body), (tensor(),)
 
@@ -194,7 +189,7 @@ def a_view_and_its_base_are_outputs_of_the_model():
 def a_view_of_a_view_and_another_view_of_the_base():
     def body(self, x):
         base = (x * self.weight).sin()
-        view = _Flat.apply(base)
+        view = Flat.apply(base)
         return view, view.view(3, 2), base.view(6, 1)
 
     return Model(body), (tensor(),)
@@ -202,19 +197,21 @@ def a_view_of_a_view_and_another_view_of_the_base():
 
 @case(aot=True)
 def a_view_of_a_view_of_an_input():
-    return Model(lambda self, x: (_Flat.apply(x).view(3, 2), x * self.weight)), (tensor(),)
+    return Model(lambda self, x: (Flat.apply(x).view(3, 2), x * self.weight)), (tensor(),)
 
 
 @case(aot=True)
 def views_of_several_outputs_beside_a_view_by_a_function():
     def body(self, x):
         base = (x * self.weight).sin()
-        return (*base.unbind(), _Flat.apply(base))
+        return (*base.unbind(), Flat.apply(base))
 
     return Model(body), (tensor(),)
 
 
 # ------------------------------------------------- Arguments that another operator gives
+
+section("transforms, control flow, other operators")
 
 
 # In eager scan is a Function too.
@@ -233,6 +230,8 @@ def on_what_scan_gives():
 
 
 # -------------------------------------------------------------------------- Context: mark_dirty
+
+section("`mark_dirty`")
 
 
 # In eager its node is inside the one of the view's base, and is not counted.
@@ -343,6 +342,8 @@ def mark_dirty_twice_in_a_row():
 
 
 # --------------------------------------------- Context: non-differentiable, materialized, differentiable
+
+section("`mark_non_differentiable`, `set_materialize_grads`")
 
 
 @case(calls=-1)
@@ -484,6 +485,8 @@ def custom_fwd_and_bwd_twice_differentiable():
 
 # ---------------------------------------------------------------------------- Call shapes: inputs
 
+section("inputs")
+
 
 class _Pair(NamedTuple):
     first: torch.Tensor
@@ -607,6 +610,8 @@ def an_expanded_operand():
 
 
 # --------------------------------------------------------------------------- Call shapes: outputs
+
+section("outputs")
 
 
 # torch 2.6 saves no operator that gives no tensor.
@@ -779,6 +784,8 @@ def two_functions_of_one_name():
 
 # ---------------------------------------------------------------------------------- Dtypes, tensors
 
+section("dtypes, layouts, tensor subclasses")
+
 
 @case(double=True)
 def complex_gradients_that_are_conjugated():
@@ -836,6 +843,8 @@ def an_empty_output():
 
 
 # -------------------------------------------------------------------------------------- Backward
+
+section("backward")
 
 
 @case()
@@ -1029,6 +1038,8 @@ def second_order_with_an_intermediate_on_ctx():
 
 
 # ------------------------------------------------------------------------------------------ State
+
+section("Python state and buffers")
 
 
 @case(aot=True)
