@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
+import re
 
 import pytest
 import torch
@@ -21,6 +22,23 @@ needs_transformers = pytest.mark.skipif(
 )
 
 
+#: Each region and Function with its place, each front end with eager and stock, and the steps of
+#: training; each stage that may take long says that it has begun.
+SHOWN = (
+    "called        module",
+    "FakeQuantizedWeight",
+    *("eager, no checkpoint", "eager, checkpoint use_reentrant=", "hops, nonstrict-plain"),
+    *("hops, strict-reentrant", "stock, "),
+    *("largest gradient difference", "bytes for backward"),
+    *(
+        "build the model ... ",
+        "forward and backward, checkpoint",
+        "torch.export.export, strict-plain",
+    ),
+    *("eager: train 2 steps ... ", "new process: load strict-plain, train 2 steps ... "),
+)
+
+
 @needs_transformers
 @pytest.mark.parametrize("name", list(models.NETWORKS))
 def test_every_comparison_holds(name, monkeypatch, capfd):
@@ -29,6 +47,14 @@ def test_every_comparison_holds(name, monkeypatch, capfd):
     output = capfd.readouterr()
     assert status == 0, output.out + output.err
     assert "comparisons with eager hold" in output.out
+    for shown in SHOWN:
+        assert shown in output.out
+
+
+def test_progress_is_shown_before_the_work_is_done(capfd):
+    with demo.progress("something long"):
+        assert capfd.readouterr().out.endswith("something long ... ")
+    assert re.fullmatch(r"\d+\.\d s\n", capfd.readouterr().out)
 
 
 @needs_transformers
