@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import fx
 from torch._dispatch.python import enable_python_dispatcher
 from torch._dynamo import symbolic_convert, trace_rules
@@ -24,6 +25,7 @@ from torch._dynamo.variables.higher_order_ops import (
     TorchHigherOrderOperatorVariable,
 )
 from torch._dynamo.variables.misc import AutogradFunctionVariable
+from torch._dynamo.variables.user_defined import UserDefinedClassVariable
 
 from hops import _dynamo_classes, _dynamo_compile
 from hops._capture_function import function_name
@@ -187,28 +189,46 @@ def call_apply_under_export(stock: Callable[..., Any]) -> Callable[..., Any]:
     def call_apply(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
         if not tx.output.export:
             return _dynamo_compile.read_call(stock, self, tx, args, kwargs)
-        with naming(function_name(self.fn_cls)):
-            return capture_by_running(tx, self.fn_cls, args, kwargs)
+        return _run(tx, self.fn_cls, args, kwargs)
 
     return call_apply
 
 
-def call_kept_apply_under_export(stock: Callable[..., Any]) -> Callable[..., Any]:
-    """``UserMethodVariable.call_function``; under export the ``apply`` of a Function that a
-    module keeps as an attribute is a call of the Function.
+def _run(tx: Any, function: Any, args: Any, kwargs: Any) -> Any:
+    with naming(function_name(function)):
+        return capture_by_running(tx, function, args, kwargs)
 
-    Dynamo knows it so where it is a global; here it reads the Python inside, in which torch
-    2.10 and 2.11 find a ``setup_context`` of which they do not know the type.
+
+def call_bound_apply_under_export(stock: Callable[..., Any]) -> Callable[..., Any]:
+    """``UserMethodVariable.call_function``; under export ``apply`` is a call of the Function,
+    also where Dynamo would read the Python inside.
+
+    That is so where a module keeps ``apply`` as an attribute (2.10 and 2.11), and where the
+    class of the Function has a metaclass of its own.
     """
 
     @functools.wraps(stock)
     def call_function(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
-        is_apply = self.fn is python_apply and isinstance(self.obj, AutogradFunctionVariable)
-        if tx.output.export and is_apply:
-            return self.obj.call_method(tx, "apply", args, kwargs)
+        if tx.output.export and self.fn is python_apply:
+            owner = self.obj.realize()
+            function = owner.fn_cls if isinstance(owner, AutogradFunctionVariable) else owner.value
+            return _run(tx, function, args, kwargs)
         return stock(self, tx, args, kwargs)
 
     return call_function
+
+
+def call_method_under_export(stock: Callable[..., Any]) -> Callable[..., Any]:
+    """``UserDefinedClassVariable.call_method``, likewise where ``apply`` is native (2.14 on)."""
+
+    @functools.wraps(stock)
+    def call_method(self: Any, tx: Any, name: str, args: Any, kwargs: Any) -> Any:
+        is_apply = name == "apply" and issubclass(self.value, torch.autograd.Function)
+        if tx.output.export and is_apply:
+            return _run(tx, self.value, args, kwargs)
+        return stock(self, tx, name, args, kwargs)
+
+    return call_method
 
 
 def call_user_compiler(stock: Callable[..., Any]) -> Callable[..., Any]:
@@ -250,7 +270,8 @@ def patch(changes: Changes) -> None:
         lambda _: staticmethod(make_variable(TorchHigherOrderOperatorVariable.make)),
     )
     changes.attribute(AutogradFunctionVariable, "call_apply", call_apply_under_export)
-    changes.attribute(UserMethodVariable, "call_function", call_kept_apply_under_export)
+    changes.attribute(UserMethodVariable, "call_function", call_bound_apply_under_export)
+    changes.attribute(UserDefinedClassVariable, "call_method", call_method_under_export)
     changes.attribute(OutputGraph, "call_user_compiler", call_user_compiler)
     changes.members(functions_with_effects(), MARKS)
     _dynamo_compile.patch(changes)

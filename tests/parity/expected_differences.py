@@ -135,6 +135,7 @@ DIFFERENCES: tuple[Difference, ...] = (
 
 #: What Dynamo says by itself of models that it does not read as far as the call or after it.
 REFUSED_BY_DYNAMO = (
+    Difference("a_class_with_a_metaclass", "a comparison in torch's own apply"),
     Difference("a_function_defined_in_forward", "a class in forward"),
     Difference("a_parameter_through_a_closure", "a class in forward"),
     Difference("only_a_captured_parameter_requires_grad", "a class in forward"),

@@ -782,6 +782,29 @@ def two_functions_of_one_name():
     return Model(lambda self, x: second.apply(first.apply(x * self.weight))), (tensor(),)
 
 
+# ------------------------------------------------------------------------- How it is written
+
+section("how the Function is written and held")
+
+
+@case()
+def a_class_with_a_metaclass():
+    class Named(type(Function)):
+        def __repr__(cls):
+            return "a Function of mine"
+
+    class Tripled(Function, metaclass=Named):
+        @staticmethod
+        def forward(ctx, x):
+            return x * 2
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad * 3
+
+    return Model(lambda self, x: Tripled.apply(x * self.weight)), (tensor(),)
+
+
 # ---------------------------------------------------------------------------------- Dtypes, tensors
 
 section("dtypes, layouts, tensor subclasses")
