@@ -5,6 +5,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 import torch
+from feature_table import TableWatch
 from version_differences import counted
 
 import hops  # noqa: F401
@@ -16,6 +17,11 @@ def pytest_addoption(parser):
         "--parity-replays",
         help="only these replays of the cases of tests/parity, with commas between; all by default",
     )
+
+
+def pytest_configure(config):
+    # Likewise: with workers, the process that gets their reports reads no other conftest.
+    config.pluginmanager.register(TableWatch(), "feature_table")
 
 
 def _fits_its_message(record):

@@ -1,12 +1,7 @@
-"""Marks the tests that ``expected_differences`` lists, keeps a case on one worker, and
-compares the README's table with what passed."""
+"""Marks the tests that ``expected_differences`` lists, and keeps a case on one worker."""
 
 import pytest
-import torch
 from expected_differences import reasons
-from feature_table import SUITES, TORCH, Table, update
-
-_table = Table()
 
 
 def pytest_collection_modifyitems(config, items):
@@ -32,28 +27,3 @@ def _is_replayed_by(item, replays):
     if "parity" not in item.path.parts or not hasattr(item, "callspec"):
         return True
     return item.callspec.params.get("replay", replays[0]) in replays
-
-
-def pytest_runtest_logreport(report):
-    _table.add(report)
-
-
-def _all_runs():
-    import test_checkpoint_parity
-    import test_function_parity
-
-    grids = (test_function_parity.grid(), test_checkpoint_parity.combinations())
-    return {
-        (suite, *parameter.id.rsplit("-", 2))
-        for suite, grid in zip(SUITES, grids)
-        for parameter in grid
-    }
-
-
-def pytest_sessionfinish(session, exitstatus):
-    is_worker = hasattr(session.config, "workerinput")
-    if is_worker or exitstatus != 0 or not str(torch.__version__).startswith(TORCH):
-        return
-    if _table.is_complete(_all_runs()) and not update(_table.text()):
-        print("\nREADME.md does not show what passed; EXPECTTEST_ACCEPT=1 make test rewrites it")
-        session.exitstatus = pytest.ExitCode.TESTS_FAILED

@@ -3,24 +3,45 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-import checkpoint_cases
-import function_cases
-import function_edge_cases  # noqa: F401, before the table of cases is read
+import pytest
+import torch
 
-README = Path(__file__).parents[2] / "README.md"
+README = Path(__file__).parents[1] / "README.md"
+PARITY = str(Path(__file__).with_name("parity"))
 BEGIN, END = "<!-- feature table -->\n", "<!-- end of feature table -->\n"
 #: The README shows the torch that `make test` uses.
 TORCH = "2.13.0"
 FRONT_ENDS = ("nonstrict", "strict", "make_fx", "dynamo_export")
 
-SUITES = {
-    "test_function_parity.py": ("Functions", list(function_cases.CASES.values())),
-    "test_checkpoint_parity.py": ("Checkpointed regions", checkpoint_cases.CASES),
-}
+
+def suites() -> dict[str, tuple[str, list[Any]]]:
+    """The title and the cases of each suite."""
+    import checkpoint_cases
+    import function_cases
+    import function_edge_cases  # noqa: F401, it adds to the cases of the other
+
+    return {
+        "test_function_parity.py": ("Functions", list(function_cases.CASES.values())),
+        "test_checkpoint_parity.py": ("Checkpointed regions", checkpoint_cases.CASES),
+    }
+
+
+def all_runs() -> set[tuple[str, str, str, str]]:
+    """Suite, case, front end and replay of each run that the table is made of."""
+    import test_checkpoint_parity
+    import test_function_parity
+
+    grids = (test_function_parity.grid(), test_checkpoint_parity.combinations())
+    return {
+        (suite, *parameter.id.rsplit("-", 2))
+        for suite, grid in zip(suites(), grids)
+        for parameter in grid
+    }
 
 
 class Table:
@@ -46,7 +67,7 @@ class Table:
     def text(self) -> str:
         """In Markdown: a line for each section, a column for each front end."""
         lines = ["| | " + " | ".join(FRONT_ENDS) + " |", "|---" * (1 + len(FRONT_ENDS)) + "|"]
-        for suite, (title, cases) in SUITES.items():
+        for suite, (title, cases) in suites().items():
             lines.append(f"| **{title}** |" + " |" * len(FRONT_ENDS))
             sections: dict[str, list[str]] = {}
             for case in cases:
@@ -76,3 +97,27 @@ def update(text: str) -> bool:
         return False
     README.write_text(head + BEGIN + text + END + tail)
     return True
+
+
+class TableWatch:
+    """A plugin for the process that sees the reports of all tests: it compares the README's
+    table with what passed, if all of it ran."""
+
+    def __init__(self) -> None:
+        self.table = Table()
+
+    def pytest_runtest_logreport(self, report: Any) -> None:
+        self.table.add(report)
+
+    def pytest_sessionfinish(self, session: Any, exitstatus: int) -> None:
+        is_worker = hasattr(session.config, "workerinput")
+        is_of_readme = str(torch.__version__).startswith(TORCH)
+        if is_worker or exitstatus != 0 or not is_of_readme or not self.table.outcomes:
+            return
+        # It need not have collected them itself.
+        sys.path.append(PARITY)
+        if self.table.is_complete(all_runs()) and not update(self.table.text()):
+            print(
+                "\nREADME.md does not show what passed; EXPECTTEST_ACCEPT=1 make test rewrites it"
+            )
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
