@@ -16,19 +16,20 @@ PARITY = str(Path(__file__).with_name("parity"))
 BEGIN, END = "<!-- feature table -->\n", "<!-- end of feature table -->\n"
 #: The README shows the torch that `make test` uses.
 TORCH = "2.13.0"
+SUITES = {
+    "test_function_parity.py": "Functions",
+    "test_checkpoint_parity.py": "Checkpointed regions",
+}
 FRONT_ENDS = ("nonstrict", "strict", "make_fx", "dynamo_export")
 
 
-def suites() -> dict[str, tuple[str, list[Any]]]:
-    """The title and the cases of each suite."""
+def cases_of_suites() -> list[list[Any]]:
+    """The cases of each suite."""
     import checkpoint_cases
     import function_cases
     import function_edge_cases  # noqa: F401, it adds to the cases of the other
 
-    return {
-        "test_function_parity.py": ("Functions", list(function_cases.CASES.values())),
-        "test_checkpoint_parity.py": ("Checkpointed regions", checkpoint_cases.CASES),
-    }
+    return [list(function_cases.CASES.values()), checkpoint_cases.CASES]
 
 
 def all_runs() -> set[tuple[str, str, str, str]]:
@@ -39,7 +40,7 @@ def all_runs() -> set[tuple[str, str, str, str]]:
     grids = (test_function_parity.grid(), test_checkpoint_parity.combinations())
     return {
         (suite, *parameter.id.rsplit("-", 2))
-        for suite, grid in zip(suites(), grids)
+        for suite, grid in zip(SUITES, grids)
         for parameter in grid
     }
 
@@ -51,9 +52,10 @@ class Table:
         self.outcomes: dict[tuple[str, str, str], dict[str, str]] = defaultdict(dict)
 
     def add(self, report: Any) -> None:
-        if report.when != "call" or "::test_equals_eager[" not in report.nodeid:
-            return
         path, _, rest = report.nodeid.partition("::")
+        is_of_table = Path(path).name in SUITES and rest.startswith("test_equals_eager[")
+        if report.when != "call" or not is_of_table:
+            return
         run = rest.rpartition("@")[0] or rest  # xdist writes the group after the name
         case, front_end, replay = run[run.index("[") + 1 : run.rindex("]")].rsplit("-", 2)
         refused = ("refused", True) in report.user_properties
@@ -67,7 +69,7 @@ class Table:
     def text(self) -> str:
         """In Markdown: a line for each section, a column for each front end."""
         lines = ["| | " + " | ".join(FRONT_ENDS) + " |", "|---" * (1 + len(FRONT_ENDS)) + "|"]
-        for suite, (title, cases) in suites().items():
+        for (suite, title), cases in zip(SUITES.items(), cases_of_suites()):
             lines.append(f"| **{title}** |" + " |" * len(FRONT_ENDS))
             sections: dict[str, list[str]] = {}
             for case in cases:

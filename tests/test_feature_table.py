@@ -11,10 +11,10 @@ import torch
 ROOT = Path(__file__).parents[1]
 
 
-def report(run, outcome="passed", refused=False):
+def report(run, outcome="passed", refused=False, path="tests/parity/test_function_parity.py"):
     return SimpleNamespace(
         when="call",
-        nodeid=f"tests/parity/test_function_parity.py::test_equals_eager[{run}]@case",
+        nodeid=f"{path}::test_equals_eager[{run}]@case",
         outcome=outcome,
         passed=outcome == "passed",
         user_properties=[("refused", True)] if refused else [],
@@ -31,7 +31,7 @@ def filled(monkeypatch, tmp_path, readme):
     """A watch that has seen all there is, two cases, beside a README."""
     cases = [SimpleNamespace(name=name, section="calls") for name in ("one", "two")]
     suite = "test_function_parity.py"
-    monkeypatch.setattr(feature_table, "suites", lambda: {suite: ("Functions", cases)})
+    monkeypatch.setattr(feature_table, "cases_of_suites", lambda: [cases, []])
     runs = {(suite, name, "strict", "module") for name in ("one", "two")}
     monkeypatch.setattr(feature_table, "all_runs", lambda: runs)
     monkeypatch.setattr(feature_table, "TORCH", str(torch.__version__))
@@ -41,6 +41,7 @@ def filled(monkeypatch, tmp_path, readme):
     watch = feature_table.TableWatch()
     watch.pytest_runtest_logreport(report("one-strict-module", refused=True))
     watch.pytest_runtest_logreport(report("two-strict-module"))
+    watch.pytest_runtest_logreport(report("other-eager", path="tests/test_compile.py"))
     return watch, path
 
 
