@@ -109,14 +109,33 @@ def _store_attribute(stock: Handler) -> Handler:
     return store
 
 
-_OPCODES = {"LOAD_BUILD_CLASS": _load_build_class, "STORE_ATTR": _store_attribute}
+def _subscript(stock: Handler) -> Handler:
+    """A generic Function of certain types (``Fn[int]``) is applied as the Function itself is."""
+
+    def subscript(self: Any, instruction: Any) -> Any:
+        owner = self.stack[-2].realize()
+        if not (self.output.export and isinstance(owner, AutogradFunctionVariable)):
+            return stock(self, instruction)
+        self.popn(2)
+        self.push(owner)
+        return None
+
+    return subscript
+
+
+#: Python 3.14 has no BINARY_SUBSCR; there a generic Function is Dynamo's to refuse.
+_OPCODES = {
+    "LOAD_BUILD_CLASS": _load_build_class,
+    "STORE_ATTR": _store_attribute,
+    "BINARY_SUBSCR": _subscript,
+}
 
 
 def patch(changes: Changes) -> None:
-    """Handle the two instructions in every translator of Dynamo's."""
+    """Handle these instructions in every translator of Dynamo's."""
     for translator in _TRANSLATORS:
         table = translator.dispatch_table
-        for name, wrap in _OPCODES.items():
-            opcode = dis.opmap[name]
+        for name in _OPCODES.keys() & dis.opmap.keys():
+            opcode, wrap = dis.opmap[name], _OPCODES[name]
             shown = f"{translator.__name__}.dispatch_table[{name}]"
             changes.entry(table, opcode, wrap(table[opcode]), shown)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -19,7 +20,7 @@ from torch._dynamo import symbolic_convert, trace_rules
 from torch._dynamo.exc import Unsupported
 from torch._dynamo.output_graph import OutputGraph
 from torch._dynamo.variables.builder import wrap_fx_proxy
-from torch._dynamo.variables.functions import UserMethodVariable
+from torch._dynamo.variables.functions import UserFunctionVariable, UserMethodVariable
 from torch._dynamo.variables.higher_order_ops import (
     CheckpointHigherOrderVariable,
     TorchHigherOrderOperatorVariable,
@@ -231,6 +232,23 @@ def call_method_under_export(stock: Callable[..., Any]) -> Callable[..., Any]:
     return call_method
 
 
+def call_class_under_export(stock: Callable[..., Any]) -> Callable[..., Any]:
+    """``UserDefinedClassVariable.call_function``, which does not look for a ``__call__`` that a
+    metaclass gives a Function."""
+
+    @functools.wraps(stock)
+    def call_function(self: Any, tx: Any, args: Any, kwargs: Any) -> Any:
+        called = type(self.value).__call__
+        is_own = issubclass(self.value, torch.autograd.Function) and isinstance(
+            called, types.FunctionType
+        )
+        if tx.output.export and is_own:
+            return UserFunctionVariable(called).call_function(tx, [self, *args], kwargs)
+        return stock(self, tx, args, kwargs)
+
+    return call_function
+
+
 def call_user_compiler(stock: Callable[..., Any]) -> Callable[..., Any]:
     """``OutputGraph.call_user_compiler``, which gets the complete graph."""
 
@@ -272,6 +290,7 @@ def patch(changes: Changes) -> None:
     changes.attribute(AutogradFunctionVariable, "call_apply", call_apply_under_export)
     changes.attribute(UserMethodVariable, "call_function", call_bound_apply_under_export)
     changes.attribute(UserDefinedClassVariable, "call_method", call_method_under_export)
+    changes.attribute(UserDefinedClassVariable, "call_function", call_class_under_export)
     changes.attribute(OutputGraph, "call_user_compiler", call_user_compiler)
     changes.members(functions_with_effects(), MARKS)
     _dynamo_compile.patch(changes)

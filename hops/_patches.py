@@ -204,7 +204,7 @@ SITES = (
     Site(
         "torch._dynamo: TorchHigherOrderOperatorVariable.make, "
         "AutogradFunctionVariable.call_apply, UserMethodVariable.call_function, "
-        "UserDefinedClassVariable.call_method, OutputGraph.call_user_compiler, "
+        "UserDefinedClassVariable.call_method and call_function, OutputGraph.call_user_compiler, "
         "SideEffects.store_attr and mutation, autograd_function_backward_rewritten, "
         "is_torch_inline_allowed",
         "Dynamo cannot read a graph that holds autograd_function_apply, traces the body of a "

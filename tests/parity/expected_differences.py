@@ -135,11 +135,13 @@ DIFFERENCES: tuple[Difference, ...] = (
 
 #: What Dynamo says by itself of models that it does not read as far as the call or after it.
 REFUSED_BY_DYNAMO = (
-    Difference("a_class_with_a_metaclass", "a comparison in torch's own apply"),
+    Difference("a_class_that_is_called", "a class that is called"),
+    Difference("a_class_with_a_metaclass", "apply of a class with a metaclass"),
     Difference("a_function_defined_in_forward", "a class in forward"),
     Difference("a_parameter_through_a_closure", "a class in forward"),
     Difference("only_a_captured_parameter_requires_grad", "a class in forward"),
     Difference("an_intermediate_and_a_buffer_through_a_closure", "a class in forward"),
+    Difference("a_generic_class", "a class of certain types"),
     Difference("dict_output", "an exception in the model"),
     Difference("mutable_class_state", "an attribute set on a class"),
     Difference("outputs_that_the_model_asks_about", "grad_fn of a tensor"),

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from function_cases import Model, Model2, Scale, Triple, case, section, tensor
@@ -16,6 +16,8 @@ from torch import nn
 from torch._higher_order_ops.scan import scan
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
+
+Item = TypeVar("Item")
 
 # ------------------------------------------------------------------------ Context: what is saved
 
@@ -803,6 +805,38 @@ def a_class_with_a_metaclass():
             return grad * 3
 
     return Model(lambda self, x: Tripled.apply(x * self.weight)), (tensor(),)
+
+
+@case()
+def a_class_that_is_called():
+    class Calling(type(Function)):
+        def __call__(cls, *args):
+            return cls.apply(*args) + 1
+
+    class Tripled(Function, metaclass=Calling):
+        @staticmethod
+        def forward(ctx, x):
+            return x * 2
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad * 3
+
+    return Model(lambda self, x: Tripled(x * self.weight)), (tensor(),)
+
+
+@case()
+def a_generic_class():
+    class Tripled(Function, Generic[Item]):
+        @staticmethod
+        def forward(ctx, x):
+            return x * 2
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad * 3
+
+    return Model(lambda self, x: Tripled[int].apply(x * self.weight)), (tensor(),)
 
 
 # ---------------------------------------------------------------------------------- Dtypes, tensors
